@@ -17,11 +17,11 @@ from kvtier.config import (
     OffloadingConfig,
     Settings,
     SettingsReader,
-    parse_bytes,
     parse_encryption,
     parse_settings,
 )
 from kvtier.errors import ConfigError, UnknownNameError
+from kvtier.quantities import parse_bytes
 
 GROUP = KVGroup(block_size_tokens=16, layer_names=("layer.0",), page_size_bytes=1024)
 
@@ -64,6 +64,8 @@ def test_every_setting_is_read() -> None:
         "cuda_copier": "kernel",
         "instance_id": "one",
         "tenant_salt": "salt",
+        "tenants": {"alice": {}},
+        "ttl_s": 60,
         "record_trace": "/traces/engine.jsonl",
         "record_max_bytes": "2 MB",
         "record_salt_file": "/secrets/salt",
@@ -92,6 +94,8 @@ def test_every_setting_is_read() -> None:
         cuda_copier=CudaCopier.KERNEL,
         instance_id="one",
         tenant_salt="salt",
+        tenants={"alice": {}},
+        ttl_s=60.0,
         record_trace="/traces/engine.jsonl",
         record_max_bytes=2_000_000,
         record_salt_file="/secrets/salt",

@@ -4,41 +4,24 @@ A tier's own settings are arguments of its constructor and not in here. Everythi
 for an unknown setting names the most similar known one, that for an invalid value the remedy.
 """
 
-import operator
 import os
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from fractions import Fraction
 from pathlib import Path
-from typing import Any, SupportsIndex, TypeVar
+from typing import Any, TypeVar
 
 from kvtier.errors import ConfigError, UnknownNameError
-
-BYTE_UNITS = {"": 1, "B": 1}
-BYTE_UNITS |= {"K": 10**3, "KB": 10**3, "M": 10**6, "MB": 10**6}
-BYTE_UNITS |= {"G": 10**9, "GB": 10**9, "T": 10**12, "TB": 10**12}
-BYTE_UNITS |= {"KI": 2**10, "KIB": 2**10, "MI": 2**20, "MIB": 2**20}
-BYTE_UNITS |= {"GI": 2**30, "GIB": 2**30, "TI": 2**40, "TIB": 2**40}
+from kvtier.quantities import parse_bytes, parse_ttl
 
 MAX_WHOLE = 2**63 - 1
 """More than any count; larger ones overflow where they become times or sizes."""
 
-MAX_BYTES = 2**63 - 1
-"""The largest length of a file and distance of pointers on the systems that kvtier runs on."""
-
-SIZE_FORMS = (
-    'must be a whole number of bytes from 1 to 2^63 - 1, or text with a unit: "8GiB" or "8Gi" '
-    '(1024-based: Ki, Mi, Gi, Ti), "8GB" or "8G" (1000-based: K, M, G, T)'
-)
 
 MAX_GROUPS = 256
 """KV groups of a model: a key has one byte for the group."""
 
-MAX_SIZE_CHARS = 80
-"""Characters of a refused size that a message repeats."""
 
 DEFAULT_LOOKUP_DEADLINE_S = 5.0
 """Seconds that a request may wait for promotions. Zero waits for one step. Larger values let slow tiers finish but
@@ -183,6 +166,8 @@ class Settings:
         cuda_copier: how to move bytes between CUDA tensors and the primary tier.
         instance_id: name of this engine's shared-memory region; None: the engine's id.
         tenant_salt: separates tenants that must not share blocks.
+        tenants: what each tenant of requests may keep, by name (``kvtier.tenants``); None: requests have no tenants.
+        ttl_s: seconds after which a block in host memory is a miss; None: never.
         record_trace: absolute path of a trace of the requests; None: no recording.
         record_max_bytes: size limit of that file; None: the recorder's default.
         record_salt_file: file with the secret that salts the trace's ids; None: a random one.
@@ -210,6 +195,8 @@ class Settings:
     cuda_copier: CudaCopier = CudaCopier.AUTO
     instance_id: str | None = None
     tenant_salt: str = field(default="", repr=False)
+    tenants: Mapping[str, Any] | None = None  # Any: parsed by make_tenants, which knows the tiers
+    ttl_s: float | None = None
     record_trace: str | None = None
     record_max_bytes: int | None = None
     record_salt_file: str | None = None
@@ -252,6 +239,8 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:  # Any: this is
         cuda_copier=read.choice("cuda_copier", CudaCopier.AUTO),
         instance_id=read.text("instance_id", "") or None,
         tenant_salt=read.text("tenant_salt", ""),
+        tenants=extra_config.get("tenants"),
+        ttl_s=read.ttl("ttl_s"),
         record_trace=read.text("record_trace", "") or None,
         record_max_bytes=read.size_bytes("record_max_bytes", None),
         record_salt_file=read.text("record_salt_file", "") or None,
@@ -351,6 +340,11 @@ class SettingsReader:
             raise ConfigError(name, value, "must be a number of seconds, zero or more")
         return float(value)
 
+    def ttl(self, name: str) -> float | None:
+        """Return a time to live in seconds, more than zero; None when it is not given."""
+        value = self._values.get(name)
+        return None if value is None else parse_ttl(name, value)
+
     def ratio(self, name: str, default: float) -> float:
         """Return a share, 0 to 1."""
         value = self._values.get(name, default)
@@ -378,32 +372,6 @@ class SettingsReader:
                 return member
         known = ", ".join(repr(member.value) for member in type(default))
         raise ConfigError(name, value, f"must be one of {known}")
-
-
-def parse_bytes(name: str, value: object, *, also: str = "") -> int:
-    """Return ``value`` as a number of bytes.
-
-    Args:
-        name: the setting, for the message.
-        value: a whole number, or text with a unit in any case such as ``"64MiB"``, ``"64Mi"``, ``"2 GB"`` or ``"2G"``.
-        also: the end of the message: what else the setting takes.
-
-    Raises:
-        ConfigError: it is neither, less than one byte or more than MAX_BYTES.
-    """
-    num_bytes = None if isinstance(value, bool) else _count_bytes(value)
-    if num_bytes is None or not 1 <= num_bytes <= MAX_BYTES:
-        raise ConfigError(name, value, SIZE_FORMS + also, max_value_chars=MAX_SIZE_CHARS)
-    return num_bytes
-
-
-def _count_bytes(value: object) -> int | None:
-    if not isinstance(value, str | float):
-        return operator.index(value) if isinstance(value, SupportsIndex) else None
-    # So many digits are more than any size has, and few enough for whole numbers of Python.
-    found = re.fullmatch(r"\s*([0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([A-Za-z]{0,3})\s*", str(value), re.ASCII)
-    unit = BYTE_UNITS.get(found[2].upper()) if found else None
-    return None if found is None or unit is None else int(Fraction(found[1]) * unit)
 
 
 @dataclass(frozen=True, slots=True)

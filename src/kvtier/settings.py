@@ -17,8 +17,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from kvtier.config import SettingsReader, parse_bytes
+from kvtier.config import SettingsReader
 from kvtier.errors import ConfigError, UnknownNameError
+from kvtier.quantities import parse_bytes, parse_ttl
 
 
 class IsDataclass(Protocol):
@@ -104,6 +105,11 @@ def text(name: str, value: object) -> str:
 def seconds(name: str, value: object) -> float:
     """Parse a duration in seconds, zero included."""
     return SettingsReader({name: value}).seconds(name, 0.0)
+
+
+def ttl(name: str, value: object) -> float:
+    """Parse a time to live in seconds, from one second to ten years."""
+    return parse_ttl(name, value)
 
 
 def seconds_up_to(limit_s: float) -> Parser:

@@ -8,7 +8,8 @@ from tests.connector.fakes import FakeRequest, hash_tokens
 
 from kvtier.base import make_offload_key
 from kvtier.connector.groups import GroupLayout
-from kvtier.connector.request_state import RequestLimits, make_request_state, parse_request_limits
+from kvtier.connector.request_limits import RequestLimits, parse_request_limits
+from kvtier.connector.request_state import make_request_state
 
 NARROW = GroupLayout(0, 4, 1, 1, None)
 WIDE = GroupLayout(1, 4, 2, 2, None)

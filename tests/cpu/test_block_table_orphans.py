@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtier.cpu.block_table import OrphanedSlots
+from kvtier.cpu.orphaned_slots import OrphanedSlots
 from kvtier.errors import InvariantError
 from kvtier.testing.manager_suite import keys_of
 from kvtier.testing.policy_suite import key_of

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.deploy.documents import FOLDER, bytes_of, read, require_settings
 
-from kvtier.config import parse_bytes
+from kvtier.quantities import parse_bytes
 from scripts.small_engine import ROW_BYTES, running_engine, serve_some
 
 COMPOSE = read("compose.yaml")

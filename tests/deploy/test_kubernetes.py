@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from tests.deploy.documents import FOLDER, Document, bytes_of, read, read_all, require_settings
 
-from kvtier.config import parse_bytes
+from kvtier.quantities import parse_bytes
 
 kubernetes_validate = pytest.importorskip(
     "kubernetes_validate", reason="needs Kubernetes' schemas: pip install kubernetes-validate"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.tiering.fs import system
-from kvtier.tiering.fs.block_file import detect_file_support
+from kvtier.tiering.fs.file_support import detect_file_support
 from scripts.trace_path import main
 
 ROOT = Path(__file__).parents[2]

@@ -23,7 +23,7 @@ ROW = re.compile(
 WITHOUT_LIMITS = ("cli", "planning", "sim", "testing", "cpu/policies")
 """Folders whose times are those of a program or a model, not limits of a running engine."""
 
-UPPER_ENDS = frozenset({"MAX_TTL_S", "MAX_TIMEOUT_S", "MAX_JOB_TIMEOUT_S"})
+UPPER_ENDS = frozenset({"MIN_TTL_S", "MAX_TTL_S", "MAX_TIMEOUT_S", "MAX_JOB_TIMEOUT_S"})
 """Constants that bound settings; a setting out of range is refused."""
 
 ALIASES = frozenset(

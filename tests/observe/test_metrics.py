@@ -35,7 +35,7 @@ from kvtier.tiering.mooncake.store import MORE_COUNTS as MORE_MOONCAKE_NAMES
 BASE_UNITS = ("_seconds", "_bytes", "_tokens", "_blocks", "_ratio", "_jobs", "_requests")
 
 TIER_COUNTS = {
-    "fs": (*FS_NAMES, "keyless_blocks"),
+    "fs": (*FS_NAMES, "expired_blocks", "keyless_blocks"),
     "slab": SLAB_NAMES,
     "obj": (*OBJ_NAMES, *OBJ_CAPACITY_NAMES),
     "valkey": (*VALKEY_NAMES, *(failure.value for failure in TierFailure)),
@@ -54,7 +54,9 @@ def names_of(tier: str, names: Iterable[str]) -> list[str]:
 @pytest.fixture(scope="module")
 def numbers(tmp_path_factory: pytest.TempPathFactory) -> frozenset[str]:
     """Return the dotted names of what an engine with every local tier gives, and of what other tiers count."""
-    with running_engine(tmp_path_factory.mktemp("engine"), load_if="faster") as engine:
+    with running_engine(
+        tmp_path_factory.mktemp("engine"), load_if="faster", ttl_s=3600, tenants={"*": {}}
+    ) as engine:
         serve_some(engine)
         names = {*engine.stats(), *engine.histograms()}
     counted = [name for tier, own in TIER_COUNTS.items() for name in names_of(tier, own)]
@@ -103,7 +105,7 @@ def test_names_follow_prometheus(family: Family) -> None:
         assert family.name.endswith(f"_{family.unit}")
     if family.kind is Kind.HISTOGRAM:
         assert family.bounds == tuple(sorted(family.bounds))
-    assert set(family.labels) <= {"tier", "tier_index", "cause", "origin", "bound", "length"}
+    assert set(family.labels) <= {"tier", "tier_index", "cause", "origin", "tenant", "bound", "length"}
     assert family.help[0].isupper() or family.help[0].isdigit()
     assert family.help.endswith(".")
 

@@ -19,6 +19,7 @@ from kvtier.cpu.policies import create_cache_policy
 from kvtier.errors import ConfigError, KVTierError, describe_foreign, shorten
 from kvtier.input_files import parse_json, read_text_file
 from kvtier.limits import find_memory_limit
+from kvtier.tenants import make_tenants
 from kvtier.tiering.factory import check_tier_config, require_encryption
 from kvtier.tiering.kit.key_ring import read_ring, require_entry
 from kvtier.tiering.kit.place import ProbedTier
@@ -86,6 +87,7 @@ def check_config(config: Mapping[str, Any], shared_memory: Path) -> Iterator[Che
     try:
         settings = parse_settings(extra if isinstance(extra, dict) else {EXTRA_CONFIG: extra})
         create_cache_policy(settings.eviction_policy, 1)
+        make_tenants(settings)
     except KVTierError as error:
         yield Check("settings", CheckResult.BROKEN, str(error))
         return

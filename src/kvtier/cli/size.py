@@ -10,9 +10,9 @@ import typer
 
 from kvtier.cli.option_names import naming_options
 from kvtier.cli.output import make_console, make_table, print_line
-from kvtier.config import parse_bytes
 from kvtier.errors import ConfigError
 from kvtier.planning.known_models import SizedModel, find_model, list_models
+from kvtier.quantities import parse_bytes
 
 GIB = 2**30
 HOST_SIZES = "64GiB,256GiB,1TiB"

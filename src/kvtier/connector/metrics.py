@@ -83,6 +83,7 @@ class SchedulerCounters:
         failed_store_jobs: stores that failed on a worker or became void.
         refused_stores: offers for which the manager had no room.
         flushed_store_jobs: stores that had to end before a device block was written again.
+        unknown_tenant_requests: requests that name no tenant whom the engine serves.
         loaded_tokens: tokens of loads that ended well, by the tier they came from.
         not_loaded_tokens: tokens that were found and computed because that is faster, by the tier that has them.
     """
@@ -95,6 +96,7 @@ class SchedulerCounters:
     failed_store_jobs: int = 0
     refused_stores: int = 0
     flushed_store_jobs: int = 0
+    unknown_tenant_requests: int = 0
     loaded_tokens: dict[str, int] = field(default_factory=dict)
     not_loaded_tokens: dict[str, int] = field(default_factory=dict)
 

@@ -144,6 +144,11 @@ def list_storable_blocks(
             stores.next_blocks[idx] = first
         num_allocated = len(tables.block_ids[idx]) // layout.block_size_factor
         end = min(end_token // block_tokens, len(keys), num_allocated)
+        if layout.num_tail_tokens is not None:
+            # An engine may name none for a state that it has passed over in one step.
+            table = tables.block_ids[idx]
+            while first < end and table[first * layout.block_size_factor] < 0:
+                first += 1
         ends = range((first + 1) * block_tokens, (end + 1) * block_tokens, block_tokens)
         found += map(StorableBlock, ends, repeat(idx), range(first, end), keys[first:end])
         next_tokens = min(next_tokens, (max(first, end) + 1) * block_tokens)

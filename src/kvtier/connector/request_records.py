@@ -32,6 +32,7 @@ from kvtier.misses import (
     HOST_ORIGIN,
     MISSED_TOKENS,
     NEVER_SEEN,
+    UNKNOWN_TENANT_REASON,
     Miss,
     MissCause,
     MissedRun,
@@ -53,6 +54,7 @@ MAX_BEHIND = 16
 PARTIAL_BLOCK = Miss(MissCause.PARTIAL_BLOCK)
 NOT_CONNECTED = Miss(MissCause.TIER_DOWN, HOST_ORIGIN, MappingProxyType({"reason": "workers not connected"}))
 ENGINE_DECLINED = Miss(MissCause.LIMITED, "", MappingProxyType({"reason": "the engine did not load it"}))
+UNKNOWN_TENANT = Miss(MissCause.LIMITED, "", MappingProxyType({"reason": UNKNOWN_TENANT_REASON}))
 AUDITED = Miss(MissCause.AUDITED)
 LOADS_STOPPED = Miss(MissCause.AUDITED, "", MappingProxyType({"reason": "loads stopped"}))
 LOAD_LOST = Miss(MissCause.LOAD_FAILED, HOST_ORIGIN, MappingProxyType({"reason": "evicted before the load"}))
@@ -350,7 +352,8 @@ def count_tokens_by_tier(
         for block in range(span.first_block, span.end_block):
             tier = promoted.get(keys[layout.idx][block])
             if tier is not None:
-                begin = max(first_token, block * block_tokens)
+                # Without a group that needs the whole prefix, the first block of the tail brings what is before it too.
+                begin = first_token if block == span.first_block else block * block_tokens
                 end = min(end_token, (block + 1) * block_tokens)
                 tokens_by_tier[tier] = tokens_by_tier.get(tier, 0) + end - begin
     num_held_tokens = num_tokens - sum(tokens_by_tier.values())
@@ -438,7 +441,8 @@ def divide_missed(
         segments.append(Segment(allowed, None))
     if limit is not None and allowed < loadable:
         detail = MappingProxyType({"max_load_tokens": limit})
-        segments.append(Segment(loadable, Miss(MissCause.LIMITED, "", detail)))
+        limited = UNKNOWN_TENANT if state.tenant is None else Miss(MissCause.LIMITED, "", detail)
+        segments.append(Segment(loadable, limited))
     return segments
 
 

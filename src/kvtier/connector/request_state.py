@@ -15,43 +15,29 @@ A reset changes all of them: ``RequestState.on_reset``.
 
 import heapq
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
-from hashlib import blake2b
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 from kvtier.base import OffloadKey, ReqContext, TransferJobId, make_offload_keys
+from kvtier.config import OffloadingConfig
 from kvtier.connector.groups import GroupLayout
 from kvtier.connector.prefix_search import FoundPrefix
 from kvtier.connector.protocols import Request, SchedulerOutput
+from kvtier.connector.request_limits import (
+    NO_LIMITS,
+    NOTHING_ALLOWED,
+    RequestLimits,
+    parse_request_limits,
+)
+from kvtier.connector.tenant_finder import TenantFinder
 from kvtier.hints.envelope import add_envelope
 from kvtier.misses import Miss, MissedRun
+from kvtier.tenants import NO_TENANT, Tenant, make_tenants, salt_hash
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """How many tokens may be loaded and stored, by the client's hints and the settings.
-
-    Attributes:
-        max_load_tokens: tokens from this position on are not loaded; None sets no limit.
-        max_store_tokens: tokens from this position on are not stored; None sets no limit.
-    """
-
-    max_load_tokens: int | None = None
-    max_store_tokens: int | None = None
-
-    def within_prompt(self, num_prompt_tokens: int) -> "RequestLimits":
-        """Return the same limits with nothing stored beyond the prompt. Pure."""
-        limit = num_prompt_tokens
-        if self.max_store_tokens is not None:
-            limit = min(limit, self.max_store_tokens)
-        return replace(self, max_store_tokens=limit)
-
-
-NO_LIMITS = RequestLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +287,7 @@ class RequestState:
         context: what every manager and tier call for this request gets.
         limits: what may be loaded and stored.
         key_salt: decides the bytes of its blocks beyond their tokens, such as the weights of an adapter.
+        tenant: whose it is; None: of a tenant that is not served, so that it has no keys at all.
         keys: for each group the keys of its full blocks, as far as hashed; only ``grow_keys`` adds to them.
         blocks: its device blocks.
         stores: what was offered to the manager.
@@ -319,6 +306,7 @@ class RequestState:
     keys: list[list[OffloadKey]]
     blocks: BlockTables
     stores: StoreState
+    tenant: Tenant | None = NO_TENANT
     search: SearchState = field(default_factory=SearchState)
     load: LoadState = field(default_factory=LoadState)
     choice: ChoiceState = field(default_factory=ChoiceState)
@@ -328,6 +316,9 @@ class RequestState:
 
     def grow_keys(self, layouts: Sequence[GroupLayout]) -> None:
         """Make the keys of the blocks that were hashed since the last call."""
+        tenant = self.tenant
+        if tenant is None:
+            return
         hashes = self.request.block_hashes
         for layout, keys in zip(layouts, self.keys, strict=True):
             step = layout.hashes_per_block
@@ -337,7 +328,9 @@ class RequestState:
             new = [hashes[end - 1] for end in range(first_end, len(hashes) + 1, step)]
             if self.key_salt:
                 new = [salt_hash(block_hash, self.key_salt) for block_hash in new]
-            keys.extend(make_offload_keys(new, layout.idx))
+            if tenant.hash_key:
+                new = list(map(tenant.own_hash, new))
+            keys.extend(make_offload_keys(new, layout.idx, tenant.number))
 
     def keys_by_position(self, layouts: Sequence[GroupLayout], end_token: int) -> list[OffloadKey]:
         """Return the keys of the blocks that end at or before ``end_token``, first positions first."""
@@ -358,13 +351,13 @@ class RequestState:
         self.stores.offer_again()
 
 
-def salt_hash(block_hash: bytes, key_salt: bytes) -> bytes:
-    """Return another hash of the same length, salted with what a block's bytes depend on besides tokens. Pure."""
-    return blake2b(block_hash, key=key_salt, digest_size=len(block_hash)).digest()
-
-
 def make_request_state(
-    request: Request, num_groups: int, *, is_prompt_only: bool = False, key_salt: bytes = b""
+    request: Request,
+    num_groups: int,
+    *,
+    is_prompt_only: bool = False,
+    key_salt: bytes = b"",
+    tenants: TenantFinder | None = None,
 ) -> RequestState:
     """Return the state of a request that was never seen before. Pure.
 
@@ -373,31 +366,44 @@ def make_request_state(
         num_groups: number of KV groups.
         is_prompt_only: whether nothing beyond its prompt is stored.
         key_salt: what decides the bytes of its blocks beyond their tokens, such as the weights of an adapter.
+        tenants: finds the request's tenant; None where there are none.
     """
     # vLLM from 0.32 on; other engines have no such attribute.
     params, envelope = request.kv_transfer_params, getattr(request, "kv_hints", None)
     if envelope is not None:
         params = add_envelope(params, envelope)
+    context = ReqContext(request.request_id, params)
+    tenant: Tenant | None = NO_TENANT
+    if tenants is not None:
+        tenant = tenants.find(request, params, context.hints)
     limits = parse_request_limits(params) if params else NO_LIMITS
+    if tenant is None:
+        limits = NOTHING_ALLOWED
     return RequestState(
         request=request,
-        context=ReqContext(request.request_id, params),
+        context=context,
         limits=limits.within_prompt(request.num_prompt_tokens) if is_prompt_only else limits,
         key_salt=key_salt,
         keys=[[] for _ in range(num_groups)],
         blocks=BlockTables([[] for _ in range(num_groups)]),
         stores=StoreState([0] * num_groups),
+        tenant=tenant,
     )
 
 
-def parse_request_limits(params: Mapping[str, Any] | None) -> RequestLimits:  # Any: a client's JSON
-    """Read the limits of one request; an invalid value is logged and ignored.
+def make_state_maker(config: OffloadingConfig, num_groups: int) -> Callable[..., RequestState]:
+    """Return ``make_request_state`` with what is the same for every request of an engine.
 
-    A client's mistake must not end the engine, and no limit is always right, only slower or faster.
+    Raises:
+        ConfigError, UnknownNameError: the setting ``tenants`` cannot work.
     """
-    if not params:
-        return NO_LIMITS
-    return RequestLimits(_read_limit(params, "load"), _read_limit(params, "store"))
+    tenants = make_tenants(config.settings)
+    return partial(
+        make_request_state,
+        num_groups=num_groups,
+        is_prompt_only=config.settings.offload_prompt_only,
+        tenants=None if tenants is None else TenantFinder(tenants),
+    )
 
 
 def follow_allocations(requests: Mapping[str, RequestState], output: SchedulerOutput) -> None:
@@ -470,14 +476,3 @@ def list_uncomputed_blocks(
         for layout, table in zip(layouts, block_ids, strict=True)
         for block_id in table[num_computed_tokens // layout.device_block_tokens :]
     ]
-
-
-def _read_limit(params: Mapping[str, Any], direction: str) -> int | None:  # Any: a client's JSON
-    if params.get(f"skip_{direction}") is True:
-        return 0
-    name = f"max_{direction}_tokens"
-    value = params.get(name)
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
-        return value
-    logger.warning("kv_transfer_params: %s=%r is ignored: give a whole number, zero or more", name, value)
-    return None

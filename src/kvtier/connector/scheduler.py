@@ -53,7 +53,7 @@ from kvtier.connector.request_state import (
     RequestState,
     follow_allocations,
     list_written_blocks,
-    make_request_state,
+    make_state_maker,
 )
 from kvtier.errors import BlockNotReadyError
 from kvtier.histogram import HistogramSnapshot
@@ -123,7 +123,7 @@ class OffloadingConnectorScheduler:
         self._load_jobs: dict[TransferJobId, TransferJob] = {}
         self._jobs_to_flush: set[TransferJobId] = set()
         self._jobs_to_fail: set[TransferJobId] = set()
-        self._is_prompt_only = spec.config.settings.offload_prompt_only
+        self._make_state = make_state_maker(spec.config, len(self.layouts))
         self.control = control
         if control is not None:
             control.attach(self)
@@ -377,9 +377,8 @@ class OffloadingConnectorScheduler:
             self.recorder.close()
 
     def _add_request(self, request: Request, key_salt: bytes) -> RequestState:
-        state = self._requests[request.request_id] = make_request_state(
-            request, len(self.layouts), is_prompt_only=self._is_prompt_only, key_salt=key_salt
-        )
+        state = self._requests[request.request_id] = self._make_state(request, key_salt=key_salt)
+        self.counters.unknown_tenant_requests += state.tenant is None
         state.search.began_s = self._clock()
         state.grow_keys(self.layouts)
         self.manager.note_request([tuple(keys) for keys in state.keys], state.context)

@@ -6,14 +6,32 @@ orphaned: a reset forgets its block while a transfer still uses it. Slot numbers
 from 0, then freed ones, last freed first, so that a run can be replayed and a lightly used tier touches few pages.
 """
 
-from collections import deque
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
 from kvtier.base import OffloadKey
+from kvtier.cpu.orphaned_slots import OrphanedSlots
 from kvtier.cpu.policies.base import IN_FLIGHT, BlockStatus, CachePolicy, IdleListener
 from kvtier.errors import BlockNotReadyError, ConfigError, InvariantError
+
+
+class BlockListener(ABC):
+    """Optional: follow which blocks are held. The table calls it on its own thread; ``keys`` are distinct."""
+
+    def on_held(self, keys: Collection[OffloadKey]) -> None:
+        """Handle that ``keys`` have got slots; their writes are in flight."""
+
+    def on_ready(self, keys: Collection[OffloadKey]) -> None:
+        """Handle that the writes of ``keys`` have ended well."""
+
+    @abstractmethod
+    def on_gone(self, keys: Collection[OffloadKey]) -> None:
+        """Handle that ``keys`` are no longer held."""
+
+    @abstractmethod
+    def on_cleared(self) -> None:
+        """Handle that nothing is held any more."""
 
 
 class SlotAllocator:
@@ -96,110 +114,6 @@ class SlotAllocator:
         return held
 
 
-@dataclass(eq=False, slots=True)
-class Orphan:
-    """One slot, and the reports that are still to come for it.
-
-    Attributes:
-        slot: its number.
-        key: what was held in it.
-        is_write: True when the transfers write into it.
-        num_by_key: reports expected by key.
-        num_by_slot: reports expected by slot.
-    """
-
-    slot: int
-    key: OffloadKey
-    is_write: bool
-    num_by_key: int
-    num_by_slot: int = 0
-
-
-class OrphanedSlots:
-    """The slots that a reset left in use, each until its transfers are reported, by key or by slot.
-
-    Args:
-        give_back: called with slots whose last report has arrived.
-
-    Attributes:
-        by_slot: the orphans; empty but for a while after a reset.
-    """
-
-    def __init__(self, give_back: Callable[[list[int]], None]) -> None:
-        self._give_back = give_back
-        self.by_slot: dict[int, Orphan] = {}
-        self._by_key: dict[tuple[OffloadKey, bool], deque[Orphan]] = {}
-
-    def adopt(self, slot: int, key: OffloadKey, *, is_write: bool, num_reports: int) -> None:
-        """Keep ``slot`` until ``num_reports`` reports have come; the newest orphan of its key and kind."""
-        orphan = Orphan(slot, key, is_write, num_reports)
-        self.by_slot[slot] = orphan
-        self._by_key.setdefault((key, is_write), deque()).append(orphan)
-
-    def claim(self, slots: Iterable[int], *, is_write: bool) -> None:
-        """Right after a reset: expect one report of each of ``slots`` by slot; other slots are ignored.
-
-        Without this call the report is expected by key, from complete_load or complete_store.
-        """
-        for slot in slots:
-            orphan = self._find(slot, is_write=is_write)
-            if orphan is not None and orphan.num_by_key:
-                orphan.num_by_slot += 1
-                self._take_from_key(orphan)
-
-    def settle_keys(self, keys: Collection[OffloadKey], *, is_write: bool) -> list[OffloadKey]:
-        """Take one report for each distinct key that has an orphan; return the keys that have none."""
-        others: list[OffloadKey] = []
-        for key in dict.fromkeys(keys):
-            waiting = self._by_key.get((key, is_write))
-            if waiting is None:
-                others.append(key)
-            else:
-                orphan = waiting[0]
-                self._take_from_key(orphan)
-                self._release_if_settled(orphan)
-        return others
-
-    def settle_slots(self, slots: Iterable[int], *, is_write: bool) -> None:
-        """Take one report for each of ``slots`` that is an orphan of this kind; others are ignored."""
-        for slot in slots:
-            orphan = self._find(slot, is_write=is_write)
-            if orphan is None:
-                continue
-            if orphan.num_by_slot:
-                orphan.num_by_slot -= 1
-            else:
-                self._take_from_key(orphan)
-            self._release_if_settled(orphan)
-
-    def check(self) -> None:
-        """Raise InvariantError when a slot waits for no report or the two indexes differ."""
-        expected = [orphan.slot for orphan in self.by_slot.values() if orphan.num_by_key]
-        found = [orphan.slot for waiting in self._by_key.values() for orphan in waiting]
-        if sorted(expected) != sorted(found) or not all(self._by_key.values()):
-            raise InvariantError(f"orphans expect reports by key for slots {expected}, indexed are {found}")
-        done = [orphan for orphan in self.by_slot.values() if orphan.num_by_key + orphan.num_by_slot < 1]
-        if done:
-            raise InvariantError(f"orphans wait for no report: {done}")
-
-    def _find(self, slot: int, *, is_write: bool) -> Orphan | None:
-        orphan = self.by_slot.get(slot)
-        return orphan if orphan is not None and orphan.is_write is is_write else None
-
-    def _take_from_key(self, orphan: Orphan) -> None:
-        orphan.num_by_key -= 1
-        if orphan.num_by_key == 0:
-            index = (orphan.key, orphan.is_write)
-            self._by_key[index].remove(orphan)
-            if not self._by_key[index]:
-                del self._by_key[index]
-
-    def _release_if_settled(self, orphan: Orphan) -> None:
-        if not orphan.num_by_key and not orphan.num_by_slot:
-            del self.by_slot[orphan.slot]
-            self._give_back([orphan.slot])
-
-
 class BlockTable:
     """Blocks, their slots and their pins.
 
@@ -216,6 +130,7 @@ class BlockTable:
         slots: which slots are free.
         orphans: slots in use by transfers of before a reset.
         holds: how often each key is held, whether its block is ready or not.
+        listeners: who follows which blocks are held.
         num_evictable: INVARIANT: held blocks with ref_cnt 0.
         num_in_flight: INVARIANT: held blocks with ref_cnt IN_FLIGHT.
 
@@ -236,6 +151,7 @@ class BlockTable:
         self.slots = SlotAllocator(num_blocks)
         self.orphans = OrphanedSlots(self.slots.give_back)
         self.holds: dict[OffloadKey, int] = {}
+        self.listeners: tuple[BlockListener, ...] = ()
         self.num_evictable = 0
         self.num_in_flight = 0
 
@@ -334,6 +250,8 @@ class BlockTable:
         slots, blocks = self.slots.take(keys)
         self.policy.insert_many(keys, blocks)
         self.num_in_flight += len(blocks)
+        for listener in self.listeners:
+            listener.on_held(keys)
         return slots
 
     def assign_one(self, key: OffloadKey) -> int:
@@ -341,6 +259,8 @@ class BlockTable:
         block = self.slots.take_one(key)
         self.policy.insert(key, block)
         self.num_in_flight += 1
+        for listener in self.listeners:
+            listener.on_held((key,))
         return block.block_id
 
     def evict(
@@ -359,11 +279,16 @@ class BlockTable:
                 victims = self.policy.evict(num, protected) if has_room else None
             finally:
                 self.unpin_each(pinned)
-        if victims is None:
-            return None
-        self.num_evictable -= len(victims)
-        self.slots.give_back([block.block_id for _, block in victims])
-        return [key for key, _ in victims]
+        return None if victims is None else self._give_back(victims)
+
+    def evict_each(self, parts: Iterable[tuple[int, Collection[OffloadKey]]]) -> list[OffloadKey]:
+        """Evict so many idle blocks outside a collection of keys, for each of ``parts``; there are as many."""
+        evicted: list[OffloadKey] = []
+        for num, protected in parts:
+            victims = self.policy.evict(num, protected)
+            assert victims is not None, "a plan counts the idle blocks"
+            evicted += self._give_back(victims)
+        return evicted
 
     def finish_writes(self, keys: Collection[OffloadKey], *, success: bool) -> list[OffloadKey]:
         """Make the in-flight ones of ``keys`` ready, or forget them; return those that were in flight.
@@ -394,6 +319,11 @@ class BlockTable:
                 self.policy.remove(key)
         return finished
 
+    def report_finished(self, keys: Collection[OffloadKey], *, success: bool) -> None:
+        """Tell the listeners what ``finish_writes`` has returned; called right after it where there are some."""
+        for listener in self.listeners:
+            (listener.on_ready if success else listener.on_gone)(keys)
+
     def forget_idle(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
         """Forget those of ``keys`` that are idle, and free their slots; return them."""
         idle = {
@@ -401,9 +331,7 @@ class BlockTable:
         }
         for key in idle:
             self.policy.remove(key)
-        self.num_evictable -= len(idle)
-        self.slots.give_back([block.block_id for block in idle.values()])
-        return list(idle)
+        return self._give_back(list(idle.items()))
 
     def forget_blocks(self) -> list[OffloadKey]:
         """Forget every block and orphan the slots in use; return the keys that were ready."""
@@ -416,6 +344,8 @@ class BlockTable:
         self.policy.clear()
         self.slots.give_back(idle_slots[::-1])
         self.num_evictable = self.num_in_flight = 0
+        for listener in self.listeners:
+            listener.on_cleared()
         return [key for key, block in held.items() if block.ref_cnt >= 0]
 
     def check(self) -> None:
@@ -454,6 +384,15 @@ class BlockTable:
             block = self.get_block(key)
             if block is not None and 0 <= block.ref_cnt < count:
                 raise InvariantError(f"{key.hex()} is held {count} times and pinned {block.ref_cnt} times")
+
+    def _give_back(self, victims: Sequence[tuple[OffloadKey, BlockStatus]]) -> list[OffloadKey]:
+        """Free the slots of blocks that were idle and are no longer held by the policy; return their keys."""
+        self.num_evictable -= len(victims)
+        self.slots.give_back([block.block_id for _, block in victims])
+        keys = [key for key, _ in victims]
+        for listener in self.listeners:
+            listener.on_gone(keys)
+        return keys
 
     def _count_idle(self, num_idle: int, keys: Iterable[OffloadKey]) -> None:
         """Count blocks that have become idle, which are some of ``keys``, and notify a policy that listens."""

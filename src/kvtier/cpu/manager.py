@@ -21,18 +21,22 @@ from kvtier.base import (
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
+    get_offload_tenant,
 )
 from kvtier.config import DEFAULT_MAX_TRACKER_SIZE
 from kvtier.cpu.block_table import BlockTable
 from kvtier.cpu.common import CPULoadStoreSpec, EventLog
+from kvtier.cpu.lifetimes import BlockLifetimes
 from kvtier.cpu.pin_leases import PinLeases
 from kvtier.cpu.policies.learning import AdmissionControl, RequestLearner, ReuseForecast, make_arrived
 from kvtier.cpu.policies.registry import create_cache_policy
 from kvtier.cpu.reuse_filter import ReuseFilter
+from kvtier.cpu.tenant_quotas import TenantBlocks
 from kvtier.departed import DepartedBlocks
 from kvtier.errors import UnknownNameError
 from kvtier.misses import HOST_ORIGIN, Miss, MissCause, MissExplainer, NotStored, not_stored
 from kvtier.operating import DroppedBlocks, PinnedBlocks, Purge, PurgedBlocks
+from kvtier.tenants import Tenants
 
 MIN_STORE_THRESHOLD = 2
 """The lowest ``store_threshold`` that filters anything: each key that is stored has been accessed once."""
@@ -48,6 +52,7 @@ class HostDeparture(IntEnum):
     JOB_FAILED = 4
     PURGED = 5
     DROPPED = 6
+    EXPIRED = 7
 
 
 HOST_DEPARTURES = (
@@ -58,6 +63,7 @@ HOST_DEPARTURES = (
     not_stored(NotStored.JOB_FAILED),
     Miss(MissCause.PURGED, HOST_ORIGIN),
     Miss(MissCause.DAMAGED, HOST_ORIGIN, MappingProxyType({"reason": "audit"})),
+    Miss(MissCause.EXPIRED, HOST_ORIGIN),
 )
 
 
@@ -79,9 +85,14 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         store_threshold: accesses of a key before it is stored; below 2 every key is.
         max_tracker_size: keys whose accesses are counted.
         clock: seconds, monotonic; the times of arrival that policies learn from.
+        ttl_s: seconds after its store that a block is a miss; None: never.
+        tenants: the tenants of requests; None where there are none.
+        block_bytes: bytes of a slot, for quotas and counts of tenants.
 
     Attributes:
         table: the blocks, their slots and pins.
+        lifetimes: when blocks expire; None when they do not.
+        tenant_blocks: the blocks of each tenant; None where there are none.
         leases: the blocks that operators and clients have pinned.
         departed: the blocks that left, or were refused.
         admission: what refuses blocks that are offered; None when nothing does.
@@ -102,6 +113,9 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         max_tracker_size: int = DEFAULT_MAX_TRACKER_SIZE,
         *,
         clock: Callable[[], float] = time.monotonic,
+        ttl_s: float | None = None,
+        tenants: Tenants | None = None,
+        block_bytes: int = 1,
     ) -> None:
         policy = create_cache_policy(cache_policy, num_blocks)
         self.table = BlockTable(num_blocks, policy)
@@ -109,6 +123,10 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         self._policy = policy
         self._clock = clock
         self.leases = PinLeases(self.table, clock)
+        self.lifetimes = None if ttl_s is None else BlockLifetimes(ttl_s, clock)
+        self.tenant_blocks = None if tenants is None else TenantBlocks(self.table, tenants, block_bytes)
+        self._quotas = self.tenant_blocks if self.tenant_blocks and self.tenant_blocks.has_quotas else None
+        self.table.listeners = tuple(one for one in (self.lifetimes, self.tenant_blocks) if one is not None)
         self._learner = policy if isinstance(policy, RequestLearner) else None
         self.admission: AdmissionControl | None = policy if isinstance(policy, AdmissionControl) else None
         self.forecast: ReuseForecast | None = policy if isinstance(policy, ReuseForecast) else None
@@ -120,6 +138,7 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         stride = DEPARTED_STRIDE if num_blocks > MAX_ALL_DEPARTED else 1
         self.departed = DepartedBlocks(num_blocks, clock, HOST_DEPARTURES, stride)
         self._num_loaded = self._num_stored = self._num_failed = self._num_evicted = self._num_refused = 0
+        self._num_expired = 0
 
     @property
     def num_blocks(self) -> int:
@@ -142,6 +161,8 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         return None if self._filter is None else self._filter.counts
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
+        if self.lifetimes is not None:
+            self.expire_blocks()
         params, learner = req_context.kv_transfer_params, self._learner
         if learner is not None and (params or learner.learns_without_hints):
             learner.note_request(make_arrived(chains, req_context, self._clock()))
@@ -221,6 +242,8 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         if not is_promotion and table.orphans.by_slot:
             keys = table.orphans.settle_keys(keys, is_write=True)
         finished = table.finish_writes(keys, success=success)
+        if table.listeners:
+            table.report_finished(finished, success=success)
         if success:
             self._num_stored += len(finished)
             if self._events is not None:
@@ -251,7 +274,7 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         num_to_evict = len(missing) - table.slots.num_free
         if num_to_evict > 0:
             named = distinct if len(missing) < len(distinct) else ()
-            victims = self.evict(num_to_evict, named, protected)
+            victims = self.evict(num_to_evict, named, protected, new=missing)
             if victims is None:
                 return None
             evicted = victims
@@ -263,15 +286,26 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         named: Collection[OffloadKey],
         protected: Collection[OffloadKey],
         why: HostDeparture = HostDeparture.EVICTED,
+        new: Sequence[OffloadKey] = (),
     ) -> list[OffloadKey] | None:
         """Evict ``num`` blocks outside ``named`` and ``protected``; return which, and remember ``why``.
+
+        Args:
+            num: how many.
+            named: blocks that stay.
+            protected: further ones; its ``in`` should not search.
+            why: why they leave.
+            new: the blocks of one request for which room is made, where tenants have quotas.
 
         Returns:
             None, counted, when that cannot be done, and then nothing has changed.
         """
         if self.leases.ends_s:
             self.leases.expire()
-        evicted = self.table.evict(num, named, protected)
+        if self._quotas is None or not new:
+            evicted = self.table.evict(num, named, protected)
+        else:
+            evicted = self._quotas.evict(num, len(new), get_offload_tenant(new[0]), named, protected)
         if evicted is None:
             self._num_refused += 1
             return None
@@ -293,6 +327,24 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
     def end_step(self) -> None:
         if self.leases.ends_s:
             self.leases.expire()
+        if self.lifetimes is not None:
+            self.expire_blocks()
+
+    def expire_blocks(self) -> list[OffloadKey]:
+        """Forget the idle blocks whose time to live is over, leases included; return their keys."""
+        if self.lifetimes is None:
+            return []
+        expired = self.lifetimes.list_expired()
+        if not expired:
+            return []
+        if self.leases.ends_s:
+            self.leases.unpin(expired)
+        idle = self.table.forget_idle(expired)
+        self._num_expired += len(idle)
+        self.departed.add(idle, HostDeparture.EXPIRED)
+        if self._events is not None:
+            self._events.record(idle, removed=True)
+        return idle
 
     def pin(self, keys: Collection[OffloadKey], lease_s: float) -> PinnedBlocks:
         """Keep ``keys`` from eviction for ``lease_s`` seconds; see ``PinningManager``."""
@@ -380,13 +432,16 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
             "refused": self._num_refused,
             "event_merges": 0 if self._events is None else self._events.num_merges,
         }
+        if self.lifetimes is not None:
+            numbers["expired"] = self._num_expired
         num_pinned = max(0, table.num_blocks - num_free - table.num_evictable)
         num_writing = min(numbers["in_flight_blocks"], num_pinned)
         # Shares that vLLM's own dashboards show: of what no eviction could free now.
         numbers["pinned_ratio"] = num_pinned / table.num_blocks
         numbers["write_pinned_ratio"] = num_writing / table.num_blocks
         numbers["read_pinned_ratio"] = (num_pinned - num_writing) / table.num_blocks
-        return {f"primary.{name}": float(number) for name, number in numbers.items()}
+        stats = {f"primary.{name}": float(number) for name, number in numbers.items()}
+        return stats if self.tenant_blocks is None else stats | self.tenant_blocks.stats()
 
     def is_ready(self, key: OffloadKey) -> bool:
         """Return whether ``key`` can be read now; unlike lookup this is no access. Pure."""
@@ -400,6 +455,11 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         """
         self.table.check()
         self.leases.check()
+        held = self.table.slots.held_blocks(self._get_block)
+        if self.lifetimes is not None:
+            self.lifetimes.check([key for key, block in held.items() if block.ref_cnt >= 0])
+        if self.tenant_blocks is not None:
+            self.tenant_blocks.check(held)
 
     def _remember_refused(
         self, keys: Collection[OffloadKey], admitted: Collection[OffloadKey], why: HostDeparture

@@ -29,6 +29,7 @@ from kvtier.cpu.row_layout import check_page_sizes, plan_layout
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion, plan_row_stride
 from kvtier.errors import ConfigError, RegionError, RegionMemoryError, shorten
 from kvtier.namespace import make_namespace
+from kvtier.tenants import Tenants, make_tenants
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class CPUOffloadingSpec(OffloadingSpec):
 
     Attributes:
         system_root: the folder that holds /proc, /sys and /dev, from which "auto" follows.
+        tenants: the tenants of requests; None where there are none.
         row_alignment_bytes: ``row_stride`` is a multiple of it; 1 packs rows without gaps.
         has_region: whether the rows are in a region that processes find by the instance id.
         cpu_page_size_per_worker: bytes of one block on one worker: those of the largest group.
@@ -63,6 +65,7 @@ class CPUOffloadingSpec(OffloadingSpec):
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         settings = config.settings
+        self.tenants: Tenants | None = make_tenants(settings)
         self.eviction_policy = settings.eviction_policy
         self.store_threshold = settings.store_threshold
         self.max_tracker_size = settings.max_tracker_size
@@ -121,6 +124,9 @@ class CPUOffloadingSpec(OffloadingSpec):
             enable_events=self.config.enable_events,
             store_threshold=self.store_threshold,
             max_tracker_size=self.max_tracker_size,
+            ttl_s=self.config.settings.ttl_s,
+            tenants=self.tenants,
+            block_bytes=self.row_stride,
         )
 
     def make_handlers(self, kv_caches: CanonicalKVCaches) -> CpuGpuOffloadingHandlers:

@@ -22,6 +22,7 @@ from kvtier.errors import ControlError, KVTierError
 from kvtier.observe.control_commands import Command, PromptHasher, make_command, read_number
 from kvtier.observe.control_server import Ask, ControlServer
 from kvtier.observe.control_wire import Message, make_control_folder
+from kvtier.tenants import make_tenants
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +115,7 @@ class EngineControl:
     ) -> None:
         self.is_wanted = False
         self._hash_prompt = hash_prompt
+        self._tenants = make_tenants(config.settings)
         self._clock = clock
         self._began_s = clock()
         self._description = describe_engine(config, wall_clock())
@@ -185,7 +187,7 @@ class EngineControl:
         if name == "recent":
             return Answered(self._list_records(request))
         timeout_s = read_number(request, "timeout_s", DEFAULT_TIMEOUT_S, MAX_TIMEOUT_S)
-        command = make_command(name, request, self._hash_prompt)
+        command = make_command(name, request, self._hash_prompt, self._tenants)
         if len(self._arrived) >= MAX_COMMANDS:
             raise ControlError(f"{MAX_COMMANDS} commands wait for the engine's next step: try again later")
         pending = PendingCommand(command)

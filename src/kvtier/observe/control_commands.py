@@ -14,9 +14,11 @@ from kvtier.connector.groups import GroupLayout
 from kvtier.connector.planning import iterate_load_keys
 from kvtier.connector.protocols import ControlledHalf
 from kvtier.errors import ControlError, UnknownNameError, shorten
+from kvtier.hints.values import parse_hints
 from kvtier.observe.control_wire import Message
 from kvtier.operating import PinningManager, PurgingManager
 from kvtier.operating import Purge as PurgeUnderWay
+from kvtier.tenants import NO_TENANT, Tenant, Tenants
 
 COMMANDS = ("hello", "stats", "recent", "drain", "pin", "unpin", "prefetch", "purge", "resume")
 """What a request may name."""
@@ -76,10 +78,12 @@ class PromptPrefix:
     Attributes:
         num_tokens: its length.
         block_hashes: the engine's content hash of each full block.
+        tenant: whose prompts they are.
     """
 
     num_tokens: int
     block_hashes: Sequence[bytes]
+    tenant: Tenant = NO_TENANT
 
     def list_keys(self, layouts: Sequence[GroupLayout]) -> list[OffloadKey]:
         """Return the keys of the blocks that a load of the whole prefix would read.
@@ -89,7 +93,12 @@ class PromptPrefix:
         """
         keys = [
             make_offload_keys(
-                self.block_hashes[layout.hashes_per_block - 1 :: layout.hashes_per_block], layout.idx
+                map(
+                    self.tenant.own_hash,
+                    self.block_hashes[layout.hashes_per_block - 1 :: layout.hashes_per_block],
+                ),
+                layout.idx,
+                self.tenant.number,
             )
             for layout in layouts
         ]
@@ -212,13 +221,16 @@ class Resume(Command):
         return {"ok": True, "was_stopped": half.audit.resume()}
 
 
-def make_command(name: object, request: Message, hash_prompt: PromptHasher | None) -> Command:
+def make_command(
+    name: object, request: Message, hash_prompt: PromptHasher | None, tenants: Tenants | None = None
+) -> Command:
     """Return the command that a request names, with its arguments checked.
 
     Args:
         name: the command.
         request: the request, with its arguments.
         hash_prompt: makes content hashes of token ids; None where the engine does not offer it.
+        tenants: the engine's tenants of requests.
 
     Raises:
         UnknownNameError: there is no such command.
@@ -230,11 +242,11 @@ def make_command(name: object, request: Message, hash_prompt: PromptHasher | Non
         return Drain()
     if name == "pin":
         lease_s = read_number(request, "lease_s", DEFAULT_LEASE_S, MAX_LEASE_S)
-        return Pin(read_prefix(request, hash_prompt), lease_s)
+        return Pin(read_prefix(request, hash_prompt, tenants), lease_s)
     if name == "unpin":
-        return Unpin(None if request.get("all") is True else read_prefix(request, hash_prompt))
+        return Unpin(None if request.get("all") is True else read_prefix(request, hash_prompt, tenants))
     if name == "prefetch":
-        return Prefetch(read_prefix(request, hash_prompt))
+        return Prefetch(read_prefix(request, hash_prompt, tenants))
     if name == "purge":
         return Purge(read_tiers(request))
     if name == "resume":
@@ -242,7 +254,9 @@ def make_command(name: object, request: Message, hash_prompt: PromptHasher | Non
     raise UnknownNameError("command", name, COMMANDS)
 
 
-def read_prefix(request: Message, hash_prompt: PromptHasher | None) -> PromptPrefix:
+def read_prefix(
+    request: Message, hash_prompt: PromptHasher | None, tenants: Tenants | None = None
+) -> PromptPrefix:
     """Return the prefix whose token ids a request gives.
 
     Raises:
@@ -258,7 +272,22 @@ def read_prefix(request: Message, hash_prompt: PromptHasher | None) -> PromptPre
         raise ControlError(
             f"token_ids={shorten(wrong or token_ids)}: must be whole numbers from 0 to 2^31 - 1"
         )
-    return PromptPrefix(len(token_ids), list(hash_prompt(token_ids)))
+    return PromptPrefix(len(token_ids), list(hash_prompt(token_ids)), read_tenant(request, tenants))
+
+
+def read_tenant(request: Message, tenants: Tenants | None) -> Tenant:
+    """Return the tenant that a request names.
+
+    Raises:
+        ControlError: the engine has no such tenant, or has tenants and the request names none.
+    """
+    name = request.get("tenant")
+    if tenants is None and name is None:
+        return NO_TENANT
+    found = None if tenants is None else tenants.find(request, parse_hints({"tenant": name}))
+    if found is None:
+        raise ControlError(f"tenant={shorten(name)}: must be a tenant of the engine's setting tenants")
+    return found
 
 
 def read_tiers(request: Message) -> list[str] | None:

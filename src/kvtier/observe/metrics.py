@@ -143,6 +143,12 @@ CONNECTOR = (
         "Stores that had to end before a device block was written again; the engine waited for them.",
         "jobs",
     ),
+    counter(
+        "kvtier_unknown_tenant_requests",
+        "connector.unknown_tenant_requests",
+        "Requests for which nothing was loaded or stored, because the setting tenants does not serve their tenant.",
+        "requests",
+    ),
     gauge("kvtier_open_transfer_jobs", "connector.open_jobs", "Loads and stores under way.", "jobs"),
     gauge(
         "kvtier_fenced_store_jobs",
@@ -309,6 +315,24 @@ HOST = (
     counter("kvtier_host_stored_blocks", "primary.stored", "Blocks written to host memory.", "blocks"),
     counter("kvtier_host_failed_blocks", "primary.failed", "Blocks whose write failed.", "blocks"),
     counter("kvtier_host_evicted_blocks", "primary.evicted", "Blocks evicted from host memory.", "blocks"),
+    counter(
+        "kvtier_host_expired_blocks",
+        "primary.expired",
+        "Blocks dropped from host memory because their `ttl_s` was over.",
+        "blocks",
+    ),
+    gauge(
+        "kvtier_host_tenant_blocks",
+        "primary.tenant_blocks.{tenant}",
+        "Blocks in host memory by tenant, where `tenants` is set: those it lists, `(others)` together, and `(none)`.",
+        "blocks",
+    ),
+    gauge(
+        "kvtier_host_tenant_bytes",
+        "primary.tenant_bytes.{tenant}",
+        "Host memory by tenant, where `tenants` is set.",
+        "bytes",
+    ),
     counter(
         "kvtier_host_refused_evictions",
         "primary.refused",

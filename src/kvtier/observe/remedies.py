@@ -1,6 +1,6 @@
 """What to do about a cause of computed tokens: one text for each cause, and for each reason of ``not_stored``."""
 
-from kvtier.misses import Miss, MissCause, NotStored
+from kvtier.misses import NO_KEY_REASON, UNKNOWN_TENANT_REASON, Miss, MissCause, NotStored
 
 REMEDIES: dict[MissCause, str] = {
     MissCause.NEVER_SEEN: (
@@ -93,6 +93,15 @@ NOT_STORED_REMEDIES: dict[NotStored, str] = {
 }
 """What to do about blocks that were not kept, by reason."""
 
+UNKNOWN_TENANT_REMEDY = (
+    'The request names no tenant that the setting tenants lists: add its name, or "*" for all others.'
+)
+
+NO_KEY_REMEDY = (
+    "The ring of the encrypted tier has no key for the tenant: his was dropped, or he never had one. "
+    "kvtier keys list shows the ring, kvtier keys rotate --tenant gives him a key."
+)
+
 FIELD_REMEDIES = (
     ("epoch", "A reset began a new epoch: blocks from before it are never used again."),
     ("tenant", "Tenants do not share blocks: give engines that may share the same tenant_salt."),
@@ -111,6 +120,10 @@ def remedy_of(miss: Miss) -> str:
     """Return what to do about a cause. Pure."""
     if miss.cause is MissCause.NOT_STORED and "reason" in miss.detail:
         return NOT_STORED_REMEDIES[NotStored(miss.detail["reason"])]
+    if miss.cause is MissCause.LIMITED and miss.detail.get("reason") == UNKNOWN_TENANT_REASON:
+        return UNKNOWN_TENANT_REMEDY
+    if miss.cause is MissCause.LIMITED and miss.detail.get("reason") == NO_KEY_REASON:
+        return NO_KEY_REMEDY
     if miss.cause is MissCause.OTHER_NAMESPACE:
         fields = list_fields(miss)
         named = [text for part, text in FIELD_REMEDIES if any(part in field for field in fields)]

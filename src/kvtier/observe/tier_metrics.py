@@ -238,6 +238,18 @@ TIER_HEALTH = (
         "blocks",
     ),
     counter(
+        "kvtier_tier_expired_blocks",
+        TIER + "expired_blocks",
+        "Blocks dropped because their `ttl_s` was over.",
+        "blocks",
+    ),
+    gauge(
+        "kvtier_tier_tenant_blocks",
+        TIER + "tenant_blocks.{tenant}",
+        "Blocks that the tier knows of, by tenant, where `tenants` is set.",
+        "blocks",
+    ),
+    counter(
         "kvtier_tier_unadmitted_blocks",
         TIER + "refused_by_admission",
         "Blocks that left host memory unwritten because the tier's `admission` refused them.",

@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.config import OffloadingConfig, parse_bytes
+from kvtier.config import OffloadingConfig
 from kvtier.connector.common import StopReason
 from kvtier.connector.protocols import RequestRecorder
 from kvtier.errors import ConfigError
 from kvtier.misses import RequestRecord
+from kvtier.quantities import parse_bytes
 from kvtier.recording.trace_file import TraceFile, create_trace_file
 from kvtier.recording.trace_line import TraceEnd, TraceHeader, TraceLine
 from kvtier.recording.trace_salt import TraceSalt, draw_salt, read_salt_file

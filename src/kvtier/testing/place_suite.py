@@ -10,14 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pytest
 
-from kvtier.base import OffloadKey
+from kvtier.base import JobId, OffloadKey, make_offload_key
 from kvtier.config import OffloadingConfig
 from kvtier.errors import TierError, UnknownNameError
 from kvtier.namespace import make_namespace, parse_document
 from kvtier.testing.tier_driver import HANG_GUARD_S, ROW_BYTES, TierDriver, key_of, make_config, make_rows
-from kvtier.tiering.base import SecondaryTierManager
+from kvtier.tiering.base import JobMetadata, SecondaryTierManager
 from kvtier.tiering.kit.place import BlockState, Place, PlaceBlock, PlaceTier, ProbedTier
 
 MODELS = ("model-a", "model-b")
@@ -143,6 +144,19 @@ class PlaceSuite(ABC):
             assert driver.load_right([1, 2]) == set()
             assert driver.store([1, 2]).success
             assert driver.load_right([1, 2]) == {1, 2}
+
+    def test_a_block_says_whose_it_is(self, tmp_path: Path) -> None:
+        self.fill(tmp_path, MODELS[0], [1])
+        with self.drive(tmp_path) as driver:
+            key = make_offload_key((2).to_bytes(32, "big"), 0, 0xABCDEF)
+            job = JobMetadata(
+                JobId(1000), (key,), np.array([0]), is_promotion=False, req_context=driver.request
+            )
+            driver.tier.submit_store(job)
+            assert driver.wait(1000).success
+        with self.opened(tmp_path) as place:
+            tenants = {block.tenant for block in place.blocks() if block.num_blocks}
+        assert tenants == {0, 0xABCDEF}
 
     def test_of_another_namespace_nothing_is_removed(self, tmp_path: Path) -> None:
         for model in MODELS:

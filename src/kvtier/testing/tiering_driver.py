@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvtier.base import BlockIDsLoadStoreSpec, OffloadKey, ReqContext
 from kvtier.locations import LocatedRun
+from kvtier.tenants import Tenants
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import content_of, key_of, make_rows
 from kvtier.tiering.base import SecondaryTierManager
@@ -71,6 +72,8 @@ class TieringDriver:
         lookup_deadline_s: seconds a request may wait.
         store_threshold: of the primary's reuse filter.
         shutdown_timeout_s: seconds that a shutdown gives the tiers.
+        ttl_s: seconds that a block of the primary lives; None: for ever.
+        tenants: the tenants of requests; None: there are none.
     """
 
     def __init__(
@@ -82,6 +85,8 @@ class TieringDriver:
         lookup_deadline_s: float = 5.0,
         store_threshold: int = 0,
         shutdown_timeout_s: float = DEFAULT_SHUTDOWN_S,
+        ttl_s: float | None = None,
+        tenants: Tenants | None = None,
     ) -> None:
         self.clock = ManualClock()
         self.region = ArrayRegion(num_blocks)
@@ -92,6 +97,8 @@ class TieringDriver:
             enable_events=True,
             store_threshold=store_threshold,
             clock=self.clock,
+            ttl_s=ttl_s,
+            tenants=tenants,
         )
         self.tiers = make_tiers(self.primary.get_kv_memoryview())
         self.manager = TieringOffloadingManager(

@@ -128,6 +128,8 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         )
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
+        if self._primary_manager.lifetimes is not None:
+            self._cascades.on_evicted(self._primary_manager.expire_blocks())
         self._primary_manager.note_request(chains, req_context)
         if self._cascades.is_learning:
             self._cascades.note_request(chains, req_context)
@@ -286,6 +288,8 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
                 tier.end_step()
         if self.leases.ends_s:
             self.leases.expire()
+        if self._primary_manager.lifetimes is not None:
+            self._cascades.on_evicted(self._primary_manager.expire_blocks())
         if self._purges.is_under_way:
             self._purges.advance()
         self._waiting.found_this_step.clear()

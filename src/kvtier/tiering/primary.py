@@ -24,6 +24,7 @@ from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.policies.learning import ReuseForecaster
 from kvtier.cpu.policies.registry import create_reuse_forecaster
+from kvtier.tenants import Tenants
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         store_threshold: accesses of a key before it is stored from the device; promotions are not filtered.
         max_tracker_size: access counts kept by the reuse filter.
         clock: seconds, monotonic; the times of arrival that policies learn from.
+        ttl_s: seconds after its store that a block is a miss; None: never.
+        tenants: the tenants of requests; None where there are none.
 
     Attributes:
         manager: which blocks are held, and where.
@@ -55,13 +58,23 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         max_tracker_size: int = DEFAULT_MAX_TRACKER_SIZE,
         *,
         clock: Callable[[], float] = time.monotonic,
+        ttl_s: float | None = None,
+        tenants: Tenants | None = None,
     ) -> None:
-        self.manager = CPUOffloadingManager(
-            num_blocks, cache_policy, enable_events, store_threshold, max_tracker_size, clock=clock
-        )
-        self.table = self.manager.table
         self._region = mmap_region
         self._view = mmap_region.create_kv_memoryview()
+        self.manager = CPUOffloadingManager(
+            num_blocks,
+            cache_policy,
+            enable_events,
+            store_threshold,
+            max_tracker_size,
+            clock=clock,
+            ttl_s=ttl_s,
+            tenants=tenants,
+            block_bytes=self._view.nbytes // len(self._view),
+        )
+        self.table = self.manager.table
 
     def is_ready(self, key: OffloadKey) -> bool:
         """Return whether ``key`` can be read now; unlike lookup this is no access. Pure."""

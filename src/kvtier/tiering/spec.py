@@ -105,6 +105,8 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
             self.config.enable_events,
             self.store_threshold,
             self.max_tracker_size,
+            ttl_s=self.config.settings.ttl_s,
+            tenants=self.tenants,
         )
         return TieringOffloadingManager(
             primary,

@@ -171,7 +171,7 @@ class TierTransfers:
         if not (breaker.is_closed or breaker.allows(req_context)):
             return False
         if not table.slots.num_free:
-            evicted = self._manager.evict(1, (), protected)
+            evicted = self._manager.evict(1, (), protected, new=(key,))
             if evicted is None:
                 self.num_without_room += 1
                 return False

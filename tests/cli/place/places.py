@@ -99,8 +99,13 @@ class MemoryTier(ExampleSecondaryTier, PlaceTier, ProbedTier):
 
 
 def put_down(
-    namespace: str, address: str, age_s: float, now_s: float, state: BlockState = BlockState.WHOLE
+    namespace: str,
+    address: str,
+    age_s: float,
+    now_s: float,
+    state: BlockState = BlockState.WHOLE,
+    tenant: int | None = None,
 ) -> None:
     """Put a block of 100 bytes into the place."""
-    MemoryPlace.blocks_by_address[address] = PlaceBlock(namespace, address, 100, now_s - age_s)
+    MemoryPlace.blocks_by_address[address] = PlaceBlock(namespace, address, 100, now_s - age_s, tenant=tenant)
     MemoryPlace.states[address] = state

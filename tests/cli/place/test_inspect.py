@@ -1,14 +1,17 @@
 """``kvtier inspect`` shows whose blocks there are, how many, how old, and in what namespaces differ."""
 
 import json
+import time
+from pathlib import Path
 
 import pytest
 from tests.cli.place.conftest import PLACE, Run
-from tests.cli.place.places import NAMESPACES, A, B, MemoryPlace
+from tests.cli.place.places import NAMESPACES, A, B, MemoryPlace, put_down
 
 from kvtier.cli.place.inspect import count, to_lines
 from kvtier.cli.place.options import describe
 from kvtier.namespace import parse_document
+from kvtier.tenants import tenant_number
 from kvtier.tiering.kit.place import PlaceBlock, PlaceNamespace, PlaceSummary
 
 pytestmark = pytest.mark.usefixtures("filled")
@@ -41,6 +44,25 @@ def test_json_has_the_same_for_programs(run: Run) -> None:
     assert found["temporary"] == {"num": 1, "bytes": 2}
 
 
+def test_tenants_of_requests_are_counted_and_named_by_a_configuration(run: Run, tmp_path: Path) -> None:
+    for address, tenant in (("x", tenant_number("alice")), ("y", tenant_number("bob")), ("z", 0)):
+        put_down(A, address, 60.0, time.time(), tenant=tenant)
+    config = tmp_path / "engine.json"
+    config.write_text(json.dumps({"kv_connector_extra_config": {"tenants": {"alice": {}}}}))
+    status, shown, _ = run("inspect", PLACE, "--config", str(config), "--json")
+    assert status == 0
+    [namespace] = [one for one in json.loads(shown)["namespaces"] if one["name"] == A]
+    found = {one["number"]: (one["name"], one["blocks"], one["bytes"]) for one in namespace["tenants"]}
+    assert found == {
+        0: (None, 1, 100),
+        tenant_number("alice"): ("alice", 1, 100),
+        tenant_number("bob"): (None, 1, 100),
+    }
+    shown = run("inspect", PLACE, "--config", str(config))[1]
+    assert f"tenant {tenant_number('alice'):06x} (alice): 1 block, 100 B" in shown
+    assert "of no tenant: 1 block" in shown
+
+
 def test_what_each_tenant_has_is_added_up() -> None:
     documents = {A: "one", B: "two", "c" * 32: "one", "d" * 32: ""}
     namespaces = [
@@ -49,7 +71,7 @@ def test_what_each_tenant_has_is_added_up() -> None:
     ]
     blocks = [PlaceBlock(name, name, 100, None) for name in documents]
     place = MemoryPlace("here")
-    lines = to_lines(place, namespaces, count(blocks, namespaces, 0.0), PlaceSummary(), 0.0)
+    lines = to_lines(place, namespaces, count(blocks, namespaces, 0.0), PlaceSummary(), 0.0, {})
     assert [line for line in lines if "enant" in line and not line.startswith("  ")] == [
         "tenant one: 2 blocks, 200 B",
         "tenant two: 1 block, 100 B",

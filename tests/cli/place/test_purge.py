@@ -1,13 +1,15 @@
 """``kvtier purge`` removes what its selectors choose, and asks for one."""
 
 import json
+import time
 
 import pytest
 from tests.cli.place.conftest import PLACE, Run
-from tests.cli.place.places import A, B, MemoryPlace
+from tests.cli.place.places import A, B, MemoryPlace, put_down
 
 from kvtier.cli.place.purge import choose
 from kvtier.errors import ConfigError
+from kvtier.tenants import tenant_number
 from kvtier.tiering.kit.place import PlaceNamespace
 
 pytestmark = pytest.mark.usefixtures("filled")
@@ -87,6 +89,16 @@ def test_a_place_that_may_not_be_emptied_now_stays_as_it_is(
     status, _, said = run("purge", PLACE, "--all")
     assert status == 2
     assert "belongs to process 1" in said
+
+
+def test_a_tenant_of_requests_loses_his_blocks_and_no_other(run: Run) -> None:
+    for address, name in (("a-alice", "alice"), ("b-alice", "alice"), ("a-bob", "bob")):
+        put_down({"a": A, "b": B}[address[0]], address, 60.0, time.time(), tenant=tenant_number(name))
+    status, shown, _ = run("purge", PLACE, "--tenant", "alice", "--namespace", A)
+    assert (status, shown.split(",")[0]) == (0, "removed 1 block")
+    assert run("purge", PLACE, "--tenant", "alice")[0] == 0
+    assert sorted(MemoryPlace.blocks_by_address) == ["a-bob", "a-new", "a-old", "b-new"]
+    assert run("purge", PLACE, "--tenant", "alice")[0] == 2
 
 
 def namespace_of(tenant: str, name: str) -> PlaceNamespace:

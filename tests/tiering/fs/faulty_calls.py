@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass
 from enum import Enum, IntEnum
 from pathlib import Path
 
-from kvtier.tiering.fs.block_file import BlockFiles, FileSupport
+from kvtier.tiering.fs.block_file import BlockFiles
+from kvtier.tiering.fs.file_support import FileSupport
 from kvtier.tiering.fs.system import REAL_CALLS, Buffers, FileStatus, SystemCalls, current_owner
 
 PARTS = (b"h" * 4096, b"", bytes(range(250)) * 20)

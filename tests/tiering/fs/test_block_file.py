@@ -15,7 +15,8 @@ import pytest
 from tests.tiering.fs.faulty_calls import Way, publish_one, read_one
 
 from kvtier.testing.clock import ManualClock
-from kvtier.tiering.fs.block_file import TOUCH_INTERVAL_S, BlockFiles, FileSupport, plan_batch_files
+from kvtier.tiering.fs.block_file import TOUCH_INTERVAL_S, BlockFiles, plan_batch_files
+from kvtier.tiering.fs.file_support import FileSupport
 from kvtier.tiering.fs.system import (
     REAL_CALLS,
     Buffers,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.tiering.fs.peer import refuse_unnamed_files
 
-from kvtier.tiering.fs.block_file import FileSupport, detect_file_support
+from kvtier.tiering.fs.file_support import FileSupport, detect_file_support
 from kvtier.tiering.fs.system import SystemCalls
 
 

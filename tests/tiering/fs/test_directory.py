@@ -9,8 +9,8 @@ from tests.tiering.fs.peer import refuse_unnamed_files
 from kvtier.errors import ConfigError
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import make_rows
-from kvtier.tiering.fs.block_file import FileSupport
 from kvtier.tiering.fs.directory import choose_support, open_directory
+from kvtier.tiering.fs.file_support import FileSupport
 from kvtier.tiering.fs.settings import FSSettings
 from kvtier.tiering.fs.system import SystemCalls
 

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from kvtier.tiering.fs.evictor import eviction_lock
+from kvtier.tiering.fs.folders import eviction_lock
 
 
 def test_one_has_the_lock_at_a_time(tmp_path: Path) -> None:

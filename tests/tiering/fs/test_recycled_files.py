@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing.clock import ManualClock
-from kvtier.tiering.fs.block_file import BlockFiles, FileSupport
+from kvtier.tiering.fs.block_file import BlockFiles
+from kvtier.tiering.fs.file_support import FileSupport
 from kvtier.tiering.fs.recycled_files import RecycledFile, RecycledFiles
 from kvtier.tiering.fs.shared_usage import SharedUsage, unpack_record
 from kvtier.tiering.fs.system import SystemCalls, current_owner, parse_owner

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.testing.clock import ManualClock
-from kvtier.tiering.fs.block_file import BlockFiles, FileSupport
+from kvtier.tiering.fs.block_file import BlockFiles
+from kvtier.tiering.fs.file_support import FileSupport
 from kvtier.tiering.fs.recycled_files import (
     RecycledFile,
     RecycledFiles,

@@ -80,6 +80,7 @@ def test_rdma_is_known() -> None:
         ("timeout_s", "1", "seconds"),
         ("num_threads", 0, "at least 1"),
         ("num_threads", 65, "at most 64"),
+        ("ttl_s", 60, "drops objects by its own order"),
     ],
 )
 def test_a_value_that_cannot_work_is_refused_with_a_remedy(setting: str, value: object, remedy: str) -> None:

@@ -157,6 +157,18 @@ def test_an_expiry_begins_with_the_last_use(shared_server: LiveServer, start_tie
             client.pexpire(name_of(1), 5000)
 
 
+def test_an_expiry_that_is_not_renewed_counts_from_the_store(
+    shared_server: LiveServer, start_tier: StartTier
+) -> None:
+    driver = start_tier(shared_server.url, ttl_s=1000, renew_ttl=False)
+    driver.store([1])
+    with shared_server.client() as client:
+        client.pexpire(name_of(1), 5000)
+        for use in (driver.load, driver.store):
+            use([1])
+            assert client.pttl(name_of(1)) <= 5000
+
+
 def test_without_a_ttl_a_block_does_not_expire(shared_server: LiveServer, start_tier: StartTier) -> None:
     driver = start_tier(shared_server.url, ttl_s=0)
     driver.store([1])

@@ -31,8 +31,8 @@ from kvtier.cli.demo.signals import ended_like_interrupted
 from kvtier.cli.demo.table import print_report, write_plot
 from kvtier.cli.demo.trace import TraceShape, plan_trace, read_trace
 from kvtier.cli.output import require_plot
-from kvtier.config import parse_bytes
 from kvtier.errors import ConfigError
+from kvtier.quantities import parse_bytes
 from kvtier.tiering.factory import check_tier_config
 
 BLOCK_TOKENS = 16

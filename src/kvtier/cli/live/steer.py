@@ -33,6 +33,9 @@ TokenizerOption = Annotated[
     Path | None,
     typer.Option("--tokenizer", help="The model's folder, or its tokenizer.json, for --text."),
 ]
+TenantOption = Annotated[
+    str | None, typer.Option("--tenant", help="Whose prompts they are, where the engine has tenants.")
+]
 TimeoutOption = Annotated[
     float,
     typer.Option("--timeout", min=0.01, max=3600.0, help="Seconds that the engine has for it."),
@@ -47,6 +50,7 @@ def pin(
     lease_s: Annotated[
         float, typer.Option("--lease", min=1.0, max=86_400.0, help="Seconds for which it is kept.")
     ] = 600.0,
+    tenant: TenantOption = None,
     timeout_s: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_json: JsonOption = False,
 ) -> None:
@@ -56,9 +60,8 @@ def pin(
         ConfigError: no prefix is given, or it cannot be read.
         ControlError: the engine cannot be reached, made no step in time, or has no room.
     """
-    reply = _send(
-        "pin", instance_id, timeout_s, token_ids=read_token_ids(tokens, text, tokenizer), lease_s=lease_s
-    )
+    token_ids = read_token_ids(tokens, text, tokenizer)
+    reply = _send("pin", instance_id, timeout_s, token_ids=token_ids, lease_s=lease_s, tenant=tenant)
     _report(
         reply,
         f"{reply['num_blocks']} blocks are pinned for {lease_s:g} s, {reply['num_ready']} of them are in host memory; "
@@ -73,6 +76,7 @@ def unpin(
     text: TextOption = None,
     tokenizer: TokenizerOption = None,
     unpin_all: Annotated[bool, typer.Option("--all", help="End every lease.")] = False,
+    tenant: TenantOption = None,
     timeout_s: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_json: JsonOption = False,
 ) -> None:
@@ -86,7 +90,7 @@ def unpin(
         reply = _send("unpin", instance_id, timeout_s, all=True)
     else:
         token_ids = read_token_ids(tokens, text, tokenizer, also=", or --all")
-        reply = _send("unpin", instance_id, timeout_s, token_ids=token_ids)
+        reply = _send("unpin", instance_id, timeout_s, token_ids=token_ids, tenant=tenant)
     _report(reply, f"{reply['num_blocks']} leases have ended", as_json=as_json)
 
 
@@ -95,6 +99,7 @@ def prefetch(
     tokens: TokensOption = None,
     text: TextOption = None,
     tokenizer: TokenizerOption = None,
+    tenant: TenantOption = None,
     timeout_s: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_json: JsonOption = False,
 ) -> None:
@@ -104,7 +109,8 @@ def prefetch(
         ConfigError: no prefix is given, or it cannot be read.
         ControlError: the engine cannot be reached, or made no step in time.
     """
-    reply = _send("prefetch", instance_id, timeout_s, token_ids=read_token_ids(tokens, text, tokenizer))
+    token_ids = read_token_ids(tokens, text, tokenizer)
+    reply = _send("prefetch", instance_id, timeout_s, token_ids=token_ids, tenant=tenant)
     _report(
         reply,
         f"{reply['num_ready']} of {reply['num_blocks']} blocks are in host memory; the others are in no tier, or there "

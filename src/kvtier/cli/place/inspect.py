@@ -5,7 +5,8 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -16,15 +17,19 @@ from kvtier.cli.place.options import (
     counted,
     describe,
     duration_in_words,
+    encrypted_names,
     opened,
     printable,
     read_document,
 )
+from kvtier.config import parse_settings
 from kvtier.errors import NamespaceDocumentError
 from kvtier.namespace import differences
+from kvtier.tenants import make_tenants
 from kvtier.tiering.kit.place import Amount, Place, PlaceBlock, PlaceNamespace, PlaceSummary
 
 NONE = "(none)"
+NOT_NAMED = "--config names it"
 
 AGES_S = (3600.0, 86_400.0, 604_800.0)
 AGE_WORDS = ("within an hour", "within a day", "within a week", "longer ago")
@@ -43,6 +48,7 @@ class NamespaceTally:
         num_bytes: what they take, headers and shared objects included.
         oldest_s: the longest unused, seconds since 1970; None without times.
         newest_s: the last used.
+        tenants: the same of each tenant of requests, by number, 0 for none.
         by_age: blocks by the longest time in AGES_S within which they were used; the last entry: older than that.
     """
 
@@ -50,33 +56,46 @@ class NamespaceTally:
     num_bytes: int = 0
     oldest_s: float | None = None
     newest_s: float | None = None
+    tenants: dict[int, Amount] = field(default_factory=dict)
     by_age: list[int] = field(default_factory=lambda: [0] * (len(AGES_S) + 1))
 
-    def add(self, block: PlaceBlock, now_s: float) -> None:
-        """Count a block."""
+    def add(self, block: PlaceBlock, now_s: float, *, is_named: bool = True) -> None:
+        """Count a block, and for its tenant where its name tells that."""
         self.blocks += block.num_blocks
         self.num_bytes += block.num_bytes
+        if is_named and block.tenant is not None:
+            amount = self.tenants.get(block.tenant, Amount())
+            self.tenants[block.tenant] = amount.plus(block.num_blocks, block.num_bytes)
         if block.used_s is not None:
             self.oldest_s = block.used_s if self.oldest_s is None else min(self.oldest_s, block.used_s)
             self.newest_s = block.used_s if self.newest_s is None else max(self.newest_s, block.used_s)
             self.by_age[bisect_left(AGES_S, now_s - block.used_s)] += block.num_blocks
 
 
-def inspect(place: PlaceArgument, as_json: JsonOption = False) -> None:
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", help="The settings of an engine, as kvtier doctor reads them: names tenants of requests."
+    ),
+]
+
+
+def inspect(place: PlaceArgument, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Show what is in a tier's place: namespaces in words, blocks, bytes, ages. Reads names, not blocks.
 
     Raises:
         KVTierError: the place cannot be read.
     """
+    tenants = {} if config is None else read_tenants(config)
     with opened(place) as found:
         namespaces = found.namespaces()
         now_s = time.time()
         tallies = count(found.blocks(), namespaces, now_s)
         summary = found.summary()
         if as_json:
-            typer.echo(json.dumps(to_json(found, namespaces, tallies, summary), indent=1))
+            typer.echo(json.dumps(to_json(found, namespaces, tallies, summary, tenants), indent=1))
         else:
-            lines = to_lines(found, namespaces, tallies, summary, now_s)
+            lines = to_lines(found, namespaces, tallies, summary, now_s, tenants)
             typer.echo("\n".join(map(printable, lines)))
 
 
@@ -85,8 +104,10 @@ def count(
 ) -> dict[str, NamespaceTally]:
     """Return what there is of each namespace."""
     tallies = {namespace.name: NamespaceTally() for namespace in namespaces}
+    encrypted = encrypted_names(namespaces)
     for block in blocks:
-        tallies.setdefault(block.namespace, NamespaceTally()).add(block, now_s)
+        is_named = block.namespace not in encrypted
+        tallies.setdefault(block.namespace, NamespaceTally()).add(block, now_s, is_named=is_named)
     return tallies
 
 
@@ -96,6 +117,7 @@ def to_lines(
     tallies: dict[str, NamespaceTally],
     summary: PlaceSummary,
     now_s: float,
+    tenants: Mapping[int, str],
 ) -> list[str]:
     """Return what is printed. Pure."""
     described = {namespace.name: namespace for namespace in namespaces}
@@ -120,6 +142,7 @@ def to_lines(
     for name in names:
         namespace = described.get(name, PlaceNamespace(name))
         lines += ["", *_namespace_lines(namespace, tallies[name], now_s)]
+        lines += _request_tenant_lines(tallies[name], tenants)
         if largest is not None and namespace.name != largest.name:
             lines += _difference_lines(largest, namespace)
     return lines
@@ -130,6 +153,7 @@ def to_json(
     namespaces: Sequence[PlaceNamespace],
     tallies: dict[str, NamespaceTally],
     summary: PlaceSummary,
+    tenants: Mapping[int, str],
 ) -> dict[str, Any]:  # Any: JSON
     """Return the same for programs. Pure."""
     described = {namespace.name: namespace for namespace in namespaces}
@@ -153,11 +177,28 @@ def to_json(
                 "bytes": tally.num_bytes,
                 "oldest_use_s": tally.oldest_s,
                 "newest_use_s": tally.newest_s,
+                "tenants": [
+                    {"number": number, "name": tenants.get(number), "blocks": num, "bytes": num_bytes}
+                    for number, (num, num_bytes) in sorted(tally.tenants.items())
+                ],
                 "blocks_by_last_use": dict(zip(AGE_WORDS, tally.by_age, strict=True)),
             }
             for name, tally in sorted(tallies.items())
         ],
     }
+
+
+def read_tenants(config: Path) -> dict[int, str]:
+    """Return the names of the tenants that an engine's settings list, by number.
+
+    Raises:
+        KVTierError: the file cannot be read, or its setting ``tenants`` cannot work.
+    """
+    from kvtier.cli.config_checks import EXTRA_CONFIG, find_own, read_config
+
+    own = find_own(read_config(config)) or {}
+    tenants = make_tenants(parse_settings(own.get(EXTRA_CONFIG, own)))
+    return {} if tenants is None else dict(tenants.names)
 
 
 def asdict_of(amount: Amount) -> dict[str, int]:
@@ -223,6 +264,17 @@ def _namespace_lines(namespace: PlaceNamespace, tally: NamespaceTally, now_s: fl
     if document is None:
         return [head, "  its identity is not described here"]
     return [head, *(f"  {part}" for part in _wrapped(describe(document)))]
+
+
+def _request_tenant_lines(tally: NamespaceTally, tenants: Mapping[int, str]) -> list[str]:
+    """Return a line for each tenant of requests; none where there are none."""
+    if not any(tally.tenants):
+        return []
+    return [
+        f"  {f'tenant {number:06x} ({tenants.get(number, NOT_NAMED)})' if number else 'of no tenant'}: "
+        f"{counted(num, 'block')}, {size_in_words(num_bytes)}"
+        for number, (num, num_bytes) in sorted(tally.tenants.items())
+    ]
 
 
 def _wrapped(parts: Sequence[str], max_chars: int = 100) -> list[str]:

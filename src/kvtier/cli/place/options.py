@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +21,8 @@ from kvtier.tiering.places import open_place
 
 PLACE_HELP = (
     "A tier's own setting: a directory (fs), a file (slab), a URL such as s3://bucket, file:///folder (obj), "
-    "redis://host, valkey://host (valkey), mooncake://host:port; or the tier as in secondary_tiers, as JSON."
+    "redis://host, valkey://host (valkey); or the tier as in secondary_tiers, as JSON, which mooncake needs: "
+    '{"type": "mooncake", "master": "host:port", "allow_any_interface": true}.'
 )
 
 PlaceArgument = Annotated[
@@ -136,6 +137,15 @@ def read_document(namespace: PlaceNamespace) -> Document | None:
         return parse_document(namespace.document) if namespace.document else None
     except NamespaceDocumentError:
         return None
+
+
+def encrypted_names(namespaces: Iterable[PlaceNamespace]) -> frozenset[str]:
+    """Return the names of the namespaces whose blocks are encrypted: the names of those tell no tenant. Pure."""
+    return frozenset(
+        one.name
+        for one in namespaces
+        if (document := read_document(one)) is not None and document.get("encryption")
+    )
 
 
 def describe(document: Document) -> list[str]:

@@ -18,6 +18,7 @@ from kvtier.cli.place.options import (
     choose_namespaces,
     counted,
     duration_in_words,
+    encrypted_names,
     opened,
     parse_duration,
     printable,
@@ -25,6 +26,7 @@ from kvtier.cli.place.options import (
     read_document,
 )
 from kvtier.errors import ConfigError, TierError
+from kvtier.tenants import is_name, tenant_number
 from kvtier.tiering.kit.place import Amount, Place, PlaceBlock, PlaceNamespace
 from kvtier.tiering.places import names_of_place_tiers
 
@@ -40,14 +42,18 @@ class Selection:
         namespaces: names of those that count; None: all.
         used_before_s: only what was last used before then, seconds since 1970; None: whatever its age.
         emptied: names of the namespaces of which nothing is to stay.
+        tenant: only blocks of requests of the tenant with this number; None: whosever they are.
     """
 
     namespaces: tuple[str, ...] | None
     used_before_s: float | None
     emptied: tuple[str, ...]
+    tenant: int | None = None
 
     def covers(self, block: PlaceBlock) -> bool:
-        """Return whether a block of these namespaces is old enough. Pure."""
+        """Return whether a block of these namespaces is the tenant's and old enough. Pure."""
+        if self.tenant is not None and block.tenant != self.tenant:
+            return False
         if self.used_before_s is None:
             return True
         return block.used_s is not None and block.used_s < self.used_before_s
@@ -60,7 +66,10 @@ def purge(
         typer.Option(help="Those of a namespace: the beginning of its name. May be repeated."),
     ] = None,
     tenant: Annotated[
-        str | None, typer.Option(help="Those of a tenant: its tag, as kvtier inspect shows it.")
+        str | None,
+        typer.Option(
+            help="Those of a tenant: its name in requests, or an engine's tag as kvtier inspect shows it."
+        ),
     ] = None,
     older_than: Annotated[str | None, typer.Option(help='Those not used for so long, such as "7d".')] = None,
     all_blocks: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
@@ -133,11 +142,10 @@ def purge_place(
             )
             raise TierError(found.tier, message)
         known = found.namespaces()
-        names = choose(known, namespace, tenant)
-        emptied = tuple(one.name for one in known if names is None or one.name in names)
-        selection = (
-            Selection(names, None, emptied) if age_s is None else Selection(names, time.time() - age_s, ())
-        )
+        number = None if tenant is None else find_tenant(found, known, tenant)
+        names = choose(known, namespace, tenant if number is None else None)
+        names = names if number is None else plain_names(known, names)
+        selection = make_selection(known, names, None if age_s is None else time.time() - age_s, number)
         began_s = time.monotonic()
         removed = measure(found, selection) if dry_run else remove(found, selection)
         took_s = time.monotonic() - began_s
@@ -180,9 +188,47 @@ def choose(
     chosen = tuple(name for name, tag in of_tenant.items() if tag and tag == tenant)
     if not chosen:
         tags = printable(", ".join(sorted({str(tag) for tag in of_tenant.values() if tag}))) or "none"
-        remedy = f"must be the tag of a tenant that has something here: {tags}"
+        remedy = (
+            f"must be a tenant of requests, or the tag of an engine's tenant, that has something here: {tags}"
+        )
         raise ConfigError("--tenant", tenant, remedy, max_value_chars=80)
     return chosen if names is None else tuple(name for name in names if name in chosen)
+
+
+def plain_names(known: Sequence[PlaceNamespace], names: tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return those of the chosen namespaces in which the name of a block tells its tenant. Pure."""
+    encrypted = encrypted_names(known)
+    chosen = [one.name for one in known] if names is None else names
+    return tuple(name for name in chosen if name not in encrypted)
+
+
+def make_selection(
+    known: Sequence[PlaceNamespace],
+    names: tuple[str, ...] | None,
+    used_before_s: float | None,
+    tenant: int | None,
+) -> Selection:
+    """Return what is to be removed: of the chosen namespaces all, or what an age and a tenant leave of them. Pure."""
+    emptied: tuple[str, ...] = ()
+    if used_before_s is None and tenant is None:
+        emptied = tuple(one.name for one in known if names is None or one.name in names)
+    return Selection(names, used_before_s, emptied, tenant)
+
+
+def find_tenant(place: Place, known: Sequence[PlaceNamespace], tenant: str) -> int | None:
+    """Return the number of a tenant of requests that has blocks in a place; None where there is no such tenant.
+
+    An engine's tag goes first: an engine's own tenant has whole namespaces.
+    """
+    documents = map(read_document, known)
+    if any(document is not None and document.get("tenant") == tenant for document in documents):
+        return None
+    if not is_name(tenant):
+        return None
+    number = tenant_number(tenant)
+    encrypted = encrypted_names(known)
+    found = (block for block in place.blocks() if block.namespace not in encrypted)
+    return number if any(block.tenant == number for block in found) else None
 
 
 def measure(place: Place, selection: Selection) -> Amount:

@@ -22,8 +22,8 @@ from kvtier.cli.place.options import (
     parse_duration,
     progress_bar,
 )
-from kvtier.config import parse_bytes
 from kvtier.errors import ConfigError
+from kvtier.quantities import parse_bytes
 from kvtier.tiering.kit.place import DAMAGE, FAULTS_OF_PLACE, NOTHING, Amount, BlockState, Place, PlaceBlock
 
 DEFAULT_RATE = "200MiB"

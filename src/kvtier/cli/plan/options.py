@@ -6,7 +6,6 @@ from pathlib import Path
 
 from kvtier.cli.option_names import naming_options
 from kvtier.cli.simulate.options import TIME_UNITS_S, make_engine, require_policy
-from kvtier.config import parse_bytes
 from kvtier.errors import ConfigError
 from kvtier.planning.known_models import find_model
 from kvtier.planning.model_shape import ModelShape, read_shape, shape_of_bytes, shape_of_dimensions
@@ -14,6 +13,7 @@ from kvtier.planning.plan import PlanRequest
 from kvtier.planning.planner import Row, make_row
 from kvtier.planning.prices import HOST, Medium, PriceList
 from kvtier.planning.tier_mix import Goal
+from kvtier.quantities import parse_bytes
 from kvtier.sim.trace import Trace
 
 DEFAULT_DTYPE = "bfloat16"

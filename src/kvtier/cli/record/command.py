@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from kvtier.cli.record.child import run_command
-from kvtier.config import parse_bytes
 from kvtier.errors import ConfigError, TraceError
+from kvtier.quantities import parse_bytes
 from kvtier.recording.recorder import (
     MAX_BYTES_VARIABLE,
     MIN_BYTES,

@@ -12,9 +12,10 @@ import typer
 
 from kvtier.cli.option_names import naming_options
 from kvtier.cli.traces import DEFAULT_DEVICE, DEFAULT_HOST
-from kvtier.config import LoadIf, parse_bytes
+from kvtier.config import LoadIf
 from kvtier.cpu.policies.registry import CACHE_POLICIES, POLICY
 from kvtier.errors import ConfigError, UnknownNameError
+from kvtier.quantities import parse_bytes
 from kvtier.sim.clients import ClientHints, HintNoise, Honesty
 from kvtier.sim.link import LinkSpeed
 from kvtier.sim.model import EngineModel, HostModel, derive_prefill_rate

@@ -49,11 +49,17 @@ class PrefixStore(Protocol):
     def range_of(self, num_prompt_tokens: int) -> LengthRange:
         """Return the range of lengths in which such a prompt shares keys, or raise SequenceLengthError."""
 
-    def load_prefix(self, token_ids: Sequence[int], sequence: SequenceCache) -> Mapping[str, int]:
+    def load_prefix(
+        self, token_ids: Sequence[int], sequence: SequenceCache, tenant: str | None
+    ) -> Mapping[str, int]:
         """Fill ``sequence`` with the cached prefix of ``token_ids``; return tokens by origin."""
 
     def store_sequence(
-        self, token_ids: Sequence[int], sequence: SequenceCache, length_range: LengthRange
+        self,
+        token_ids: Sequence[int],
+        sequence: SequenceCache,
+        length_range: LengthRange,
+        tenant: str | None,
     ) -> None:
         """Store the full blocks of ``sequence``."""
 
@@ -69,19 +75,22 @@ class KVTierCache(SequenceCache):
     Args:
         store: the engine.
         input_ids: the prompt: ids, or what a tokenizer returned for one text; a leading dimension of one is fine.
+        tenant: whose prompt it is, where the engine's setting ``tenants`` names tenants.
 
     Attributes:
         sources: prompt tokens by origin, as in ``GenerationResult.sources``; the model computes those of ``computed``.
     """
 
-    def __init__(self, store: PrefixStore, input_ids: TokenIds) -> None:
+    def __init__(self, store: PrefixStore, input_ids: TokenIds, tenant: str | None = None) -> None:
         self._store = store
+        self._tenant = tenant
         self._prompt = store.read_prompt(input_ids)
         self._range = store.range_of(len(self._prompt))
         self._is_committed = False
         self._epoch = store.epoch
         super().__init__(store.shape, len(self._prompt) + HEADROOM_TOKENS)
-        found = store.load_prefix(self._prompt, self)
+        found = store.load_prefix(self._prompt, self, tenant)
+        self._num_stored_tokens = self.num_tokens
         num_computed = len(self._prompt) - sum(found.values())
         self.sources: Mapping[str, int] = dict(found) | {COMPUTED: num_computed}
 
@@ -99,7 +108,7 @@ class KVTierCache(SequenceCache):
             ModelError: the prompt came in pieces, and the model rotates the keys of the first as those of a short
                 prompt.
         """
-        num_tokens = self.sequence_layers[layer_idx].num_tokens + key_states.shape[2]
+        num_tokens = self.get_seq_length(layer_idx) + key_states.shape[2]
         if num_tokens <= self._range.above:
             raise ModelError(
                 f"{num_tokens} tokens of a prompt of {len(self._prompt)} were computed by themselves: this model's "
@@ -128,12 +137,16 @@ class KVTierCache(SequenceCache):
                 shown = f"{len(token_ids)} tokens that begin with {token_ids[:8]}"
                 raise ConfigError("output_ids", shown, "must begin with the prompt of this cache")
         self._is_committed = True
+        if self._store.shape.states:
+            # They were kept while the engine computed the prompt. `generate` goes on from token to token, or in pieces
+            # that end anywhere, so later states cannot be told from those in between.
+            return self._num_stored_tokens if self._epoch == self._store.epoch else 0
         # The model has not computed the last token of the output.
         num_known = len(token_ids) - (output_ids is not None)
         num_held = self._range.cut(min(num_known, self.num_tokens))
         num_tokens = num_held if self._epoch == self._store.epoch else 0
         if num_tokens:
-            self._store.store_sequence(token_ids[:num_tokens], self, self._range)
+            self._store.store_sequence(token_ids[:num_tokens], self, self._range, self._tenant)
         return num_tokens
 
     def __enter__(self) -> Self:

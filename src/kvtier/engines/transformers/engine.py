@@ -5,6 +5,7 @@ and decoded token by token. Blocks that became full are stored in later steps wh
 while the next request runs or the caller does other work.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,13 +18,14 @@ from transformers import PreTrainedModel
 from kvtier.base import OffloadingSpec
 from kvtier.config import OffloadingConfig, parse_settings
 from kvtier.engines.common.block_pool import DeviceBlockPool
+from kvtier.engines.transformers.block_sizes import choose_block_sizes, describe_waste
 from kvtier.engines.transformers.cache import KVTierCache
 from kvtier.engines.transformers.config import EngineConfig
 from kvtier.engines.transformers.connector_driver import ConnectorDriver
 from kvtier.engines.transformers.identity import make_offloading_config
 from kvtier.engines.transformers.interrupt import DeferredInterrupt
 from kvtier.engines.transformers.model_adapter import ModelAdapter
-from kvtier.engines.transformers.model_checks import require_shareable_prefixes
+from kvtier.engines.transformers.model_checks import Continuation, require_shareable_prefixes
 from kvtier.engines.transformers.paged_cache import PagedKVCache
 from kvtier.engines.transformers.request import make_prompt_hasher
 from kvtier.engines.transformers.result import GenerationResult, TokenStream
@@ -31,9 +33,12 @@ from kvtier.engines.transformers.sampling import SamplingParams
 from kvtier.engines.transformers.scheduler import RequestScheduler
 from kvtier.engines.transformers.serving import RequestServer
 from kvtier.engines.transformers.token_ids import TokenIds
+from kvtier.errors import ModelError
 from kvtier.factory import OffloadingSpecFactory
 from kvtier.histogram import HistogramSnapshot
 from kvtier.observe.prometheus import open_metrics
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_SHUTDOWN_S = 10.0
 """Seconds for which shutdown waits for unfinished stores. Zero drops them; more delays the end behind a slow tier."""
@@ -69,10 +74,14 @@ class KVTierEngine:
     ) -> None:
         self.config = config
         adapter = ModelAdapter(model)
-        require_shareable_prefixes(adapter)
+        continuation = require_shareable_prefixes(adapter)
         self._pool = DeviceBlockPool(config.num_device_blocks)
-        self._pages = PagedKVCache(adapter.shape, config.num_device_blocks, config.block_size_tokens)
+        sizes = choose_block_sizes(config, adapter.shape)
+        if waste := describe_waste(adapter.shape, sizes):
+            logger.warning("%s: %s", adapter.name, waste)
+        self._pages = PagedKVCache(adapter.shape, config.num_device_blocks, sizes)
         self._is_shut_down = False
+        self._can_generate_with_cache = adapter.can_generate_with_cache
         self._driver: ConnectorDriver | None = None
         if config.extra_config is not None:
             worker = make_offloading_config(adapter, config, config.extra_config)
@@ -80,12 +89,20 @@ class KVTierEngine:
             is_by_layer = worker.settings.layerwise_load
             caches = self._pages.canonical_by_layer if is_by_layer else self._pages.canonical
             hash_prompt = make_prompt_hasher(
-                config.salt, config.block_size_tokens, lambda num: adapter.rope.range_of(num).name
+                config.salt, sizes.block_size_tokens, lambda num: adapter.rope.range_of(num).name
             )
             self._driver = ConnectorDriver(*specs, caches, clock, pause, hash_prompt)
         try:
             self._scheduler = RequestScheduler(self._pool, self._pages, self._driver)
-            self._server = RequestServer(adapter, config, self._pool, self._scheduler, clock)
+            self._server = RequestServer(
+                adapter,
+                config,
+                sizes,
+                self._pool,
+                self._scheduler,
+                clock,
+                goes_on_by_token=continuation is Continuation.ONE_BY_ONE,
+            )
             self.metrics = open_metrics(self, parse_settings(config.extra_config or {}))
         except BaseException:
             if self._driver is not None:
@@ -101,6 +118,7 @@ class KVTierEngine:
         seed: int | None = None,
         eos_token_id: int | Sequence[int] | torch.Tensor | None = None,
         return_logits: bool = False,
+        tenant: str | None = None,
     ) -> TokenStream:
         """Return the stream of tokens that follow a prompt; the first ``next`` starts the request.
 
@@ -112,6 +130,7 @@ class KVTierEngine:
             seed: seed of the draws at a temperature; None draws anew each time.
             eos_token_id: one token or several that end the output and are part of it.
             return_logits: whether the result keeps every token's logits.
+            tenant: whose request it is, where the setting ``tenants`` names tenants.
 
         Raises:
             ConfigError: an argument cannot work.
@@ -124,7 +143,7 @@ class KVTierEngine:
         eos_token_ids = [token_id for token_id in several if token_id is not None]
         params = SamplingParams(max_new_tokens, temperature, seed, frozenset(eos_token_ids))
         # The last token's keys and values are never computed, so it needs no room.
-        request = self._server.make_request(token_ids, max_new_tokens - 1)
+        request = self._server.make_request(token_ids, max_new_tokens - 1, tenant=tenant)
         request.logits = [] if return_logits else None
         return TokenStream(request, self._server.serve(request, params))
 
@@ -137,6 +156,7 @@ class KVTierEngine:
         seed: int | None = None,
         eos_token_id: int | Sequence[int] | torch.Tensor | None = None,
         return_logits: bool = False,
+        tenant: str | None = None,
     ) -> GenerationResult:
         """Generate every token and return the result; the arguments are those of ``generate``."""
         stream = self.generate(
@@ -146,6 +166,7 @@ class KVTierEngine:
             seed=seed,
             eos_token_id=eos_token_id,
             return_logits=return_logits,
+            tenant=tenant,
         )
         # One signal handler for the whole run: each step defers interrupts around its bookkeeping only.
         with DeferredInterrupt() as deferred, deferred.lifted(), stream:
@@ -153,9 +174,24 @@ class KVTierEngine:
                 pass
         return stream.result
 
-    def cache_for(self, input_ids: TokenIds) -> KVTierCache:
-        """Return a cache for ``model.generate(input_ids, past_key_values=cache)``, filled from the tiers."""
-        return KVTierCache(self._server, input_ids)
+    def cache_for(self, input_ids: TokenIds, *, tenant: str | None = None) -> KVTierCache:
+        """Return a cache for ``model.generate(input_ids, past_key_values=cache)``, filled from the tiers.
+
+        Args:
+            input_ids: the prompt.
+            tenant: whose prompt it is, where the setting ``tenants`` names tenants.
+
+        Effects: for a model with recurrent states, computes the prompt up to the last state that is kept.
+
+        Raises:
+            ModelError: the model's ``generate`` takes no cache that holds a prefix.
+        """
+        if not self._can_generate_with_cache:
+            raise ModelError(
+                f"{self._server!r}: generate() of a model with recurrent states alone computes each prompt from its "
+                "first token; call engine.generate or engine.run instead of cache_for"
+            )
+        return KVTierCache(self._server, input_ids, tenant)
 
     def drop_device_cache(self) -> None:
         """Clear the device's prefix cache, not the tiers."""

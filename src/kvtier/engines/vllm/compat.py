@@ -1,4 +1,4 @@
-"""Every difference between vLLM 0.28 and 0.32 that affects kvtier, each with its release and reason.
+"""Every difference between vLLM 0.28 and 0.33 that affects kvtier, each with its release and reason.
 
 Features are detected by looking for them, not by comparing version numbers, so development builds and patched releases
 work too.

@@ -4,7 +4,7 @@ vLLM builds one object in the scheduler's process and one in each worker's; each
 ``kvtier.connector``. The hooks of the two processes are in ``scheduler_hooks`` and ``worker_hooks``; this file has
 construction, shutdown and metrics, and the check whether loads by layer can work.
 
-Source: ``KVConnectorBase_V1`` of vLLM 0.28 to 0.32.
+Source: ``KVConnectorBase_V1`` of vLLM 0.28 to 0.33.
 """
 
 import logging

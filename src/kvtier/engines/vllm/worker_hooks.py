@@ -16,7 +16,7 @@ device block starts, its length without padding, and the distance to the next bl
 Rows outlive the process, so the order of a group's pages depends on the configuration only: by position within an
 allocation, and allocations by their first layer, never by address.
 
-Source: ``KVConnectorBase_V1`` of vLLM 0.28 to 0.32.
+Source: ``KVConnectorBase_V1`` of vLLM 0.28 to 0.33.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,6 +49,8 @@ class WorkerHooks:
 
     def __init__(self) -> None:
         self._invalid_block_ids: set[int] = set()
+        self._kv_caches: Mapping[str, torch.Tensor] = {}
+        self._is_registered = False
 
     @property
     def _worker(self) -> OffloadingConnectorWorker:
@@ -65,14 +67,22 @@ class WorkerHooks:
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Register the KV cache of every layer, before the first step."""
         self._worker.register_kv_caches(make_canonical_kv_caches(self._kv_cache_config, kv_caches))
+        self._kv_caches = kv_caches
+        self._is_registered = True
 
     def unregister_kv_caches(self) -> None:
-        """Drop all references to the KV caches; from 0.33 on vLLM frees their memory while it sleeps."""
-        self._worker.unregister_kv_caches()
+        """End every copy and let go of the KV caches, whose memory vLLM frees while it sleeps; idempotent.
 
-    def restore_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Register the KV caches that replace the dropped ones."""
-        self.register_kv_caches(kv_caches)
+        vLLM calls this from 0.33 on. It takes the memory from under the tensors and keeps their addresses.
+        """
+        if self._is_registered:
+            self._worker.unregister_kv_caches()
+            self._is_registered = False
+
+    def restore_kv_caches(self) -> None:
+        """Use the same KV caches again, which have memory again but not their content; idempotent."""
+        if not self._is_registered:
+            self.register_kv_caches(self._kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
         """Start the stores of the last step and finish those whose device blocks will be overwritten."""

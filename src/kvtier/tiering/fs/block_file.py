@@ -1,8 +1,4 @@
-"""The files of blocks: published whole or not at all, read, touched, unpublished and removed.
-
-What a file system can do for them is found out by trying once, when the tier is built: some refuse ``O_DIRECT`` or
-``O_TMPFILE`` only when they are used.
-"""
+"""The files of blocks: published whole or not at all, read, touched, unpublished and removed."""
 
 import errno
 import os
@@ -10,9 +6,9 @@ import secrets
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
+from kvtier.tiering.fs.file_support import FileSupport
 from kvtier.tiering.fs.system import (
     STOPPED,
     Buffers,
@@ -22,7 +18,7 @@ from kvtier.tiering.fs.system import (
     set_file_mode,
     status_of,
 )
-from kvtier.tiering.kit.disk import allocate_page, sync_folder
+from kvtier.tiering.kit.disk import sync_folder
 
 TOUCH_INTERVAL_S = 60.0
 """Seconds for which a file counts as just used. Shorter writes an inode for every load of a popular block;
@@ -50,31 +46,6 @@ OldFile = tuple[str, Buffers]
 at most."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileSupport:
-    """What the tier uses of a file system.
-
-    Attributes:
-        has_direct_io: blocks bypass the page cache.
-        has_unnamed_files: a block is written without a name, so that a crash leaves nothing.
-        is_durable: what is published outlives a loss of power.
-    """
-
-    has_direct_io: bool
-    has_unnamed_files: bool
-    is_durable: bool = False
-
-    @property
-    def flags(self) -> int:
-        """Flags for ``open``."""
-        return os.O_CLOEXEC | (os.O_DIRECT if self.has_direct_io else 0)
-
-    @property
-    def write_flags(self) -> int:
-        """The same for files that are written: with ``O_DSYNC`` each call ends as if with ``fdatasync``."""
-        return self.flags | (os.O_DSYNC if self.is_durable else 0)
-
-
 class BlockFiles:
     """The files of a directory; immutable, so any thread may use it.
 
@@ -85,6 +56,7 @@ class BlockFiles:
         file_mode: permissions of files; folders get search permission where files may be read.
         calls: the system.
         wall_clock: seconds since 1970.
+        keeps_modified: whether a use changes the time of access alone, so that the other stays that of the store.
 
     Attributes:
         is_durable: whether what is published outlives a loss of power.
@@ -98,7 +70,10 @@ class BlockFiles:
         file_mode: int,
         calls: SystemCalls,
         wall_clock: Callable[[], float],
+        *,
+        keeps_modified: bool = False,
     ) -> None:
+        self._keeps_modified = keeps_modified
         self._flags = support.flags
         self._write_flags = support.write_flags
         self.is_durable = support.is_durable
@@ -178,7 +153,13 @@ class BlockFiles:
         whole_files = self._calls.whole_files
         if whole_files is None:
             return [self._read_stepwise(file) for file in files]
-        found = whole_files.read(files, self._flags, self._wall_clock() - TOUCH_INTERVAL_S)
+        # In this call a use would change both times: no file is from before 1970.
+        touch_before_s = 0.0 if self._keeps_modified else self._wall_clock() - TOUCH_INTERVAL_S
+        found = whole_files.read(files, self._flags, touch_before_s)
+        if self._keeps_modified:
+            for (path, _), answer in zip(files, found, strict=True):
+                if isinstance(answer, tuple):
+                    self._touch_access(path)
         return [
             FileStatus(*status)
             if isinstance(status, tuple)
@@ -291,7 +272,7 @@ class BlockFiles:
             return _named(error, path)
 
     def _publish_unnamed(self, path: str, buffers: Buffers) -> bool:
-        fd = self._open_new(path.rpartition("/")[0], os.O_TMPFILE)
+        fd = self._open_new(path.rpartition("/")[0], os.O_TMPFILE | os.O_NOFOLLOW)
         is_linked = False
         try:
             with _closing(fd):
@@ -348,7 +329,22 @@ class BlockFiles:
         if not _transfer(self._calls.pwritev, fd, buffers):
             raise OSError(errno.ENOSPC, TAKEN_IN_PART)
 
+    def _touch_access(self, file: int | str) -> None:
+        try:
+            status = os.fstat(file) if isinstance(file, int) else os.lstat(file)
+            if self._wall_clock() - max(status.st_atime, status.st_mtime) > TOUCH_INTERVAL_S:
+                times = (int(self._wall_clock() * 10**9), status.st_mtime_ns)
+                if isinstance(file, int):
+                    os.utime(file, ns=times)
+                else:
+                    os.utime(file, ns=times, follow_symlinks=False)
+        except OSError:
+            return  # as below
+
     def _touch(self, file: int | str, modified_s: float) -> None:
+        if self._keeps_modified:
+            self._touch_access(file)
+            return
         if self._wall_clock() - modified_s <= TOUCH_INTERVAL_S:
             return
         try:
@@ -358,55 +354,6 @@ class BlockFiles:
                 os.utime(file, follow_symlinks=False)
         except OSError:
             return  # another user's, or a disk that takes no change: the bytes are right all the same
-
-
-def detect_file_support(
-    directory: Path, scratch_path: Path, file_mode: int, calls: SystemCalls
-) -> FileSupport:
-    """Try what the file system of ``directory`` can do; leaves nothing behind.
-
-    Args:
-        directory: an existing, writable directory.
-        scratch_path: a free name on the same file system.
-        file_mode: permissions of the files that are tried.
-        calls: the system.
-
-    Raises:
-        OSError: not even an ordinary file can be made.
-    """
-
-    def works(attempt: Callable[[], None]) -> bool:
-        try:
-            attempt()
-        except OSError:
-            return False
-        finally:
-            scratch_path.unlink(missing_ok=True)
-        return True
-
-    def make_named(flags: int) -> int:
-        return calls.open(str(scratch_path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, file_mode)
-
-    def write_direct() -> None:
-        fd = make_named(os.O_DIRECT)
-        try:
-            calls.pwritev(fd, [allocate_page(), allocate_page()], 0)
-            calls.preadv(fd, [allocate_page(), allocate_page()], 0)
-        finally:
-            os.close(fd)
-
-    def link_unnamed() -> None:
-        fd = calls.open(str(directory), os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, file_mode)
-        try:
-            calls.link(fd, str(scratch_path))
-        finally:
-            os.close(fd)
-
-    try:
-        os.close(make_named(0))
-    finally:
-        scratch_path.unlink(missing_ok=True)
-    return FileSupport(works(write_direct), works(link_unnamed))
 
 
 def plan_batch_files(block_bytes: int) -> int:

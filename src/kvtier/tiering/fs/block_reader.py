@@ -1,6 +1,7 @@
 """Reads blocks into rows, and deals with those that were not read as they should be.
 
-A damaged file is removed, one of another namespace or version is left alone, and what is no regular file goes too.
+A damaged or expired file is removed, one of another namespace or version is left alone, and what is no regular file
+goes too.
 """
 
 import logging
@@ -33,6 +34,7 @@ class BlockReader:
         self._block_bytes = directory.block_bytes
         self._rows = rows
         self._files = directory.files
+        self._expiry = directory.expiry
         self._failed = FailedReads(directory)
         self._batch_blocks = plan_batch_files(rows.row_bytes)
         self._pages = ThreadPages(self._batch_blocks)
@@ -61,7 +63,14 @@ class BlockReader:
                         if block_format.is_encrypted
                         else check_block(page, row, key, digest)
                     )
-                if found is not HeaderCheck.OK:
+                if (
+                    self._expiry is not None
+                    and isinstance(status, FileStatus)
+                    and self._expiry.is_over(status.modified_s)
+                ):
+                    self._failed.remove(namespace, key, path, status, Loss.EXPIRED)
+                    failures[key] = TierFailure.ABSENT
+                elif found is not HeaderCheck.OK:
                     failures[key] = self._failed.explain(namespace, key, path, status, found)
         if self._outage.is_out and TierFailure.IO_ERROR not in failures.values():
             self._outage.on_success("load")
@@ -93,7 +102,7 @@ class FailedReads:
             failure = FAILURE_OF_CHECK[found]
             logger.warning("tier fs: block %s is %s (%s)", path, failure.value, found.value)
             if failure is TierFailure.DAMAGED:
-                self._remove_damaged(namespace, key, path, status)
+                self.remove(namespace, key, path, status, Loss.DAMAGED)
         elif isinstance(status, FileStatus | FileNotFoundError):
             failure = TierFailure.ABSENT  # or evicted, and its file written over, while it was read
         elif self._files.is_irregular(path):
@@ -103,15 +112,18 @@ class FailedReads:
         else:
             self._outage.on_failure("load", f"a block was not loaded: {status}")
             return TierFailure.IO_ERROR
-        namespace.index.discard((key,))
+        namespace.index.discard((key,), Loss.FOREIGN if failure is TierFailure.FOREIGN else None)
         return failure
 
-    def _remove_damaged(self, namespace: FSNamespace, key: OffloadKey, path: str, status: FileStatus) -> None:
+    def remove(
+        self, namespace: FSNamespace, key: OffloadKey, path: str, status: FileStatus, why: Loss
+    ) -> None:
+        """Remove a block that was read, unless its file was replaced since, and remember ``why``."""
         try:
             self._usage.remove(self._files.remove(path, status))
-            namespace.index.evict((key,), Loss.DAMAGED)
+            namespace.index.evict((key,), why)
         except OSError as error:
-            logger.warning("tier fs: damaged block %s cannot be removed: %s", path, error)
+            logger.warning("tier fs: block %s (%s) cannot be removed: %s", path, why.name.lower(), error)
 
     def _remove_irregular(self, path: str) -> None:
         """Remove what is not counted; a folder only when it is empty."""

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.errors import ConfigError
-from kvtier.tiering.fs.block_file import BlockFiles, FileSupport, detect_file_support
+from kvtier.tiering.fs.block_file import BlockFiles
+from kvtier.tiering.fs.expiry import BlockExpiry
+from kvtier.tiering.fs.file_support import FileSupport, detect_file_support
 from kvtier.tiering.fs.folders import TEMPORARY_NAME, USAGE_NAME, make_root
 from kvtier.tiering.fs.permissions import find_refusal
 from kvtier.tiering.fs.settings import FSSettings, explain_shrinking
@@ -20,6 +22,7 @@ from kvtier.tiering.kit.backend import Counters
 from kvtier.tiering.kit.disk import ALIGNMENT_BYTES, Durability, is_aligned
 from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
 from kvtier.tiering.kit.health import OutageLog
+from kvtier.tiering.kit.lifetime import make_lifetime
 from kvtier.tiering.kit.mount import MountPoint
 
 logger = logging.getLogger(__name__)
@@ -46,6 +49,7 @@ class FSDirectory:
         counters: what happened.
         clock: seconds, monotonic.
         wall_clock: seconds since 1970, comparable with the file system's times.
+        expiry: which blocks are over; None: none ever is.
         mount: where its file system is mounted.
         device: number of its file system at the start.
         outage: says once that the directory cannot be used.
@@ -66,6 +70,7 @@ class FSDirectory:
     device: int
     outage: OutageLog
     full_disk: OutageLog
+    expiry: BlockExpiry | None = None
 
     def find_refusal(self) -> str | None:
         """Return why the directory must not be used now; None where it may, or is missing and may be made."""
@@ -107,7 +112,16 @@ def open_directory(
     require_private(settings)
     require_no_shrinking(settings, owner, wall_clock())
     support = choose_support(settings, support, are_rows_aligned=is_aligned(rows))
-    files = BlockFiles(support, temporary_path, owner, settings.file_mode, calls, wall_clock)
+    lifetime = make_lifetime(settings.ttl_s)
+    files = BlockFiles(
+        support,
+        temporary_path,
+        owner,
+        settings.file_mode,
+        calls,
+        wall_clock,
+        keeps_modified=lifetime is not None,
+    )
     usage_path = settings.root_dir / USAGE_NAME
     where = f"tier fs at {settings.root_dir}"
     outage = OutageLog(where)
@@ -126,6 +140,7 @@ def open_directory(
         device=settings.root_dir.stat().st_dev,
         outage=outage,
         full_disk=OutageLog(where),
+        expiry=None if lifetime is None else BlockExpiry(lifetime, wall_clock, clock),
     )
 
 

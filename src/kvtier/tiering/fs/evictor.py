@@ -5,24 +5,24 @@ walks the directory when its last walk is too old, and evicts the files that wer
 for the writers that wait and some slack besides. Files of this tier's namespace are recycled as far as there is use.
 """
 
-import fcntl
 import heapq
 import logging
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
+from kvtier.departed import Loss
 from kvtier.tiering.fs.directory import FSDirectory
 from kvtier.tiering.fs.external_deletions import ExternalDeletions
 from kvtier.tiering.fs.folders import (
-    LOCK_NAME,
     TEMPORARY_NAME,
     BlockFile,
     FSNamespace,
+    eviction_lock,
     namespace_of,
     refresh_document,
     remove_empty_folders,
@@ -30,7 +30,7 @@ from kvtier.tiering.fs.folders import (
     walk_blocks,
 )
 from kvtier.tiering.fs.recycled_files import RecycledFiles
-from kvtier.tiering.fs.shared_usage import UsageRecord, open_shared_file
+from kvtier.tiering.fs.shared_usage import UsageRecord
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +122,8 @@ class Evictor:
 
     def __init__(self, directory: FSDirectory, recycled: RecycledFiles) -> None:
         self._directory = directory
+        expiry = directory.expiry
+        self._used_ns: Callable[[BlockFile], int] = expiry.used_ns if expiry else attrgetter("mtime_ns")
         self._namespace: FSNamespace | None = None
         self._recycled = recycled
         self._changed = threading.Condition()
@@ -228,6 +230,8 @@ class Evictor:
                     self._has_work = False
                     return True
             self._guard(self._check_folders)
+            if self._directory.expiry is not None:
+                self._guard(self._sweep_if_due)
 
     def _start_round(self) -> None:
         with self._changed:
@@ -332,6 +336,21 @@ class Evictor:
             self._freed_since_walk_bytes += freed_bytes
             has_just_walked = has_just_walked and freed_bytes == 0
 
+    def _sweep_if_due(self) -> None:
+        """Remove the blocks whose time to live is over, unless another process evicts just now."""
+        directory = self._directory
+        expiry = directory.expiry
+        if expiry is None or not self.deletions.has_root or not expiry.is_due():
+            return
+        with suppress(FileNotFoundError), eviction_lock(directory.root, directory.file_mode) as has_lock:
+            if not has_lock:
+                return
+            own = self._current_namespace()
+            swept = expiry.sweep(walk_blocks(directory.root), directory.files.remove, own.identity.name)
+            own.index.evict(list(map(own.format.key, swept.own_names)), Loss.EXPIRED)
+            directory.usage.remove(swept.num_bytes)
+            directory.counters.add(expired_blocks=swept.num_blocks)
+
     def _take_requests(self) -> list[RoomRequest]:
         with self._changed:
             requests, self._requests = self._requests, []
@@ -373,7 +392,8 @@ class Evictor:
                     namespace.index.add((namespace.format.key(block.name),))
                 yield block
 
-        oldest = heapq.nsmallest(MAX_CANDIDATES, observe(), key=lambda block: (block.mtime_ns, block.path))
+        used_ns = self._used_ns
+        oldest = heapq.nsmallest(MAX_CANDIDATES, observe(), key=lambda block: (used_ns(block), block.path))
         if self._is_closed:
             return None
         self._candidates = oldest[::-1]
@@ -422,7 +442,9 @@ class Evictor:
         """Keep the file for blocks of the namespace ``reuse_for``, or remove it."""
         try:
             status = os.lstat(block.path)
-            if status.st_mtime_ns != block.mtime_ns:
+            if status.st_mtime_ns != block.mtime_ns or (
+                self._directory.expiry is not None and status.st_atime_ns != block.atime_ns
+            ):
                 return Evicted(0)  # used since the walk: the next walk gives it its new place
             if reuse_for and self._recycled.can_keep(status) and self._recycled.keep(block.path, reuse_for):
                 return Evicted(status.st_size, is_kept=True)
@@ -459,30 +481,3 @@ def plan_num_recycled(record: UsageRecord, block_bytes: int) -> int:
     """Return how many recycled files one tier may keep: those of all together fit into the slack. Pure."""
     slack_blocks = record.limit_bytes // SLACK_SHARE // block_bytes
     return min(MAX_RECYCLED_FILES, slack_blocks // max(1, len(record.members)))
-
-
-@contextmanager
-def eviction_lock(root: Path, file_mode: int) -> Iterator[bool]:
-    """Hold the directory's eviction lock, if it is free; gives whether it is ours.
-
-    Args:
-        root: the directory.
-        file_mode: permissions of the lock's file when it is made.
-
-    Raises:
-        OSError: the file cannot be opened.
-    """
-    fd = open_shared_file(root / LOCK_NAME, file_mode)
-    has_lock = False
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            has_lock = True
-        except BlockingIOError:
-            pass
-        yield has_lock
-    finally:
-        # Closing alone would not do: a child that was forked meanwhile has the same lock.
-        if has_lock:
-            fcntl.flock(fd, fcntl.LOCK_UN)
-        os.close(fd)

@@ -10,11 +10,13 @@ What does not look like one of these names is not ours: it is neither counted no
 """
 
 import errno
+import fcntl
 import os
 import re
 import secrets
 import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,6 +24,7 @@ from pathlib import Path
 from kvtier.base import OffloadKey
 from kvtier.namespace import Namespace
 from kvtier.tiering.fs.index import KeyIndex
+from kvtier.tiering.fs.shared_usage import open_shared_file
 from kvtier.tiering.fs.system import Owner, parse_owner
 from kvtier.tiering.kit.block_format import BlockFormat, BlockName, format_of
 from kvtier.tiering.kit.siblings import Sibling, SiblingPlace, log_siblings
@@ -77,7 +80,7 @@ class FSNamespace:
         index: which blocks of it are on the disk.
         known_folders: by what the names in them begin with, the folders that this process has made, or has written a
             block to or read one from; one of them that is missing was removed. Adding and discarding are atomic.
-        unlinked_folders: likewise, the folders that are no symbolic links, nor those above them.
+        unlinked_folders: likewise, those that are no symbolic links, nor those above them; forgotten every second.
         synced_folders: likewise, the folders whose own names outlive a loss of power where blocks do.
         format: how its blocks are written.
         block_path: where the block of a key is.
@@ -127,12 +130,14 @@ class BlockFile:
         path: the file.
         num_bytes: its length.
         name: what its namespace calls it.
+        atime_ns: when it was last accessed, which tells its last use where blocks have a time to live.
     """
 
     mtime_ns: int
     path: str
     num_bytes: int
     name: BlockName
+    atime_ns: int = 0
 
 
 def make_folder(path: Path, file_mode: int) -> bool:
@@ -265,7 +270,8 @@ def walk_blocks(root: Path, namespaces: Collection[str] | None = None) -> Iterat
             name = parse_block_name(entry.name)
             status = _status(entry) if name is not None else None
             if name is not None and status is not None and stat.S_ISREG(status.st_mode):
-                yield BlockFile(status.st_mtime_ns, entry.path, status.st_size, name)
+                times = status.st_mtime_ns, status.st_atime_ns
+                yield BlockFile(times[0], entry.path, status.st_size, name, times[1])
 
 
 def list_namespaces(root: Path) -> list[str]:
@@ -367,6 +373,33 @@ def _remove_if_long_empty(folder: Path, now_s: float) -> None:
         folder.rmdir()
     except OSError:
         return  # not empty, or gone, or made again meanwhile: another process is at work
+
+
+@contextmanager
+def eviction_lock(root: Path, file_mode: int) -> Iterator[bool]:
+    """Hold the directory's eviction lock, if it is free; gives whether it is ours.
+
+    Args:
+        root: the directory.
+        file_mode: permissions of the lock's file when it is made.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    fd = open_shared_file(root / LOCK_NAME, file_mode)
+    has_lock = False
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            has_lock = True
+        except BlockingIOError:
+            pass
+        yield has_lock
+    finally:
+        # Closing alone would not do: a child that was forked meanwhile has the same lock.
+        if has_lock:
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
 
 
 class FSSiblings(SiblingPlace):

@@ -12,6 +12,7 @@ from itertools import islice
 from kvtier.base import OffloadKey
 from kvtier.departed import DepartedBlocks, Loss
 from kvtier.tiering.kit.eviction_log import EvictionLog
+from kvtier.tiering.kit.tenant_counts import TenantCounts
 
 BATCH_KEYS = 1024
 """Keys added before the lock is released, some 100 us; more would keep the scheduler's lookups waiting."""
@@ -31,6 +32,7 @@ class KeyIndex:
         is_complete: whether there was nothing to scan in the first place.
         emit_events: whether evictions are recorded for ``drain_evicted``.
         losses: remembers why blocks are gone.
+        tenant_counts: counts the keys by tenant; None where there are no tenants.
 
     Attributes:
         is_complete: whether everything that was on the disk at the start has been seen.
@@ -43,7 +45,9 @@ class KeyIndex:
         is_complete: bool,
         emit_events: bool = False,
         losses: DepartedBlocks | None = None,
+        tenant_counts: TenantCounts | None = None,
     ) -> None:
+        self._tenant_counts = tenant_counts
         self.is_complete = is_complete
         self._max_keys = max_keys
         self._lock = threading.Lock()
@@ -59,9 +63,13 @@ class KeyIndex:
         rest = iter(keys)
         while batch := list(islice(rest, BATCH_KEYS)):
             with self._lock:
+                if self._tenant_counts is not None:
+                    self._tenant_counts.add([key for key in dict.fromkeys(batch) if key not in self._keys])
                 self._keys.update(dict.fromkeys(batch))
                 num_beyond = max(0, len(self._keys) - self._max_keys)
                 gone = [self._keys.popitem(last=False)[0] for _ in range(num_beyond)]
+                if self._tenant_counts is not None:
+                    self._tenant_counts.remove(gone)
                 if self._evicted is not None:
                     for key in gone:
                         self._evicted.add(key)
@@ -78,6 +86,8 @@ class KeyIndex:
                     lost.append(key)
                     if self._evicted is not None:
                         self._evicted.add(key)
+            if self._tenant_counts is not None:
+                self._tenant_counts.remove(lost)
         if self._losses is not None:
             self._losses.report(lost, loss)
 
@@ -113,11 +123,21 @@ class KeyIndex:
                 return []
             return self._evicted.take(being_stored, self._keys.__contains__)
 
-    def discard(self, keys: Iterable[OffloadKey]) -> None:
-        """Remove blocks that were gone."""
+    def discard(self, keys: Collection[OffloadKey], loss: Loss | None = None) -> None:
+        """Remove blocks that were gone, or cannot be read here, which is what ``loss`` says then."""
+        if loss is not None and self._losses is not None:
+            self._losses.report(tuple(keys), loss)
         with self._lock:
-            for key in keys:
-                self._keys.pop(key, None)
+            gone = [key for key in dict.fromkeys(keys) if key in self._keys]
+            for key in gone:
+                del self._keys[key]
+            if self._tenant_counts is not None:
+                self._tenant_counts.remove(gone)
+
+    def tenant_stats(self) -> dict[str, float]:
+        """Return how many keys each tenant has, where there are tenants."""
+        with self._lock:
+            return {} if self._tenant_counts is None else self._tenant_counts.stats()
 
     def set_complete(self) -> None:
         """Record that the first scan has ended."""

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
+from kvtier.base import OffloadKey, get_offload_tenant
 from kvtier.errors import ConfigError, TierError
 from kvtier.settings import parse_settings
 from kvtier.tiering.fs.folders import (
@@ -280,6 +281,7 @@ def _as_place_block(block: BlockFile) -> PlaceBlock:
         num_bytes=block.num_bytes,
         used_s=block.mtime_ns / 1e9,
         stamp=(block.mtime_ns,),
+        tenant=get_offload_tenant(OffloadKey(block.name)),
     )
 
 

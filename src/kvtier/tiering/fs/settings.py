@@ -18,6 +18,7 @@ from kvtier.tiering.kit.disk import (
     Durability,
     num_threads_setting,
 )
+from kvtier.tiering.kit.lifetime import TTL
 from kvtier.tiering.kit.threaded_tier import DEFAULT_NEGATIVE_TTL_S
 
 DEFAULT_FILE_MODE = 0o600
@@ -92,6 +93,7 @@ class FSSettings:
         ),
     )
     direct_io: bool | None = field(default=None, metadata=DIRECT_IO)
+    ttl_s: float | None = field(default=None, metadata=TTL)
     durability: Durability = field(default=Durability.NONE, metadata=DURABILITY)
     num_threads: int | None = field(
         default=None,

@@ -23,6 +23,7 @@ from kvtier.tiering.fs.block_file import NewFile, plan_batch_files
 from kvtier.tiering.fs.block_reader import BlockReader
 from kvtier.tiering.fs.directory import FSDirectory
 from kvtier.tiering.fs.evictor import Evictor
+from kvtier.tiering.fs.expiry import BlockExpiry
 from kvtier.tiering.fs.folders import (
     FSNamespace,
     FSSiblings,
@@ -41,6 +42,7 @@ from kvtier.tiering.kit.envelope import (
 )
 from kvtier.tiering.kit.io_pool import TransferOutcome
 from kvtier.tiering.kit.siblings import SiblingNamespaces
+from kvtier.tiering.kit.tenant_counts import TenantCounts
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +85,7 @@ class FSBlockStore(BlockStore[FSNamespace]):
         max_keys: blocks of a namespace that the index has room for.
         emit_events: whether evictions are recorded.
         clock: seconds, monotonic.
+        make_counts: gives what counts the blocks of a namespace by tenant; None where there are no tenants.
 
     Attributes:
         losses: why blocks are gone.
@@ -99,7 +102,9 @@ class FSBlockStore(BlockStore[FSNamespace]):
         *,
         emit_events: bool,
         clock: Callable[[], float] = time.monotonic,
+        make_counts: Callable[[], TenantCounts | None] = lambda: None,
     ) -> None:
+        self._make_counts = make_counts
         self.losses = make_losses("fs", max_keys, clock)
         self.siblings = SiblingNamespaces("fs", FSSiblings(directory.root), clock)
         self._directory = directory
@@ -115,7 +120,11 @@ class FSBlockStore(BlockStore[FSNamespace]):
 
     def open_namespace(self, identity: Namespace, *, is_new: bool) -> FSNamespace:
         index = KeyIndex(
-            self._max_keys, is_complete=is_new, emit_events=self._emit_events, losses=self.losses
+            self._max_keys,
+            is_complete=is_new,
+            emit_events=self._emit_events,
+            losses=self.losses,
+            tenant_counts=self._make_counts(),
         )
         name = identity.name
         path = namespace_path(self._directory.root, name)
@@ -132,6 +141,8 @@ class FSBlockStore(BlockStore[FSNamespace]):
             for key in keys
             if os.access(namespace.block_path(key), os.F_OK) and find_link(namespace, key) is None
         ]
+        if (expiry := self._directory.expiry) is not None:
+            found = [key for key in found if not expiry.is_path_over(namespace.block_path(key))]
         namespace.index.add(found)
         if len(found) < len(keys):
             held = frozenset(found)
@@ -141,6 +152,8 @@ class FSBlockStore(BlockStore[FSNamespace]):
     def store(
         self, namespace: FSNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
     ) -> TransferOutcome:
+        if self._directory.expiry is not None:
+            self._remove_expired(namespace, keys, self._directory.expiry)
         held: list[OffloadKey] = []
         todo: list[tuple[OffloadKey, int]] = []
         for key, slot in zip(keys, slots, strict=True):
@@ -179,6 +192,18 @@ class FSBlockStore(BlockStore[FSNamespace]):
             self._check_folders_of(namespace, absent)
         self._counters.add(hits=len(succeeded), loaded_bytes=len(succeeded) * self._row_bytes)
         return TransferOutcome(succeeded, is_fault=not FAULTS.isdisjoint(failures.values()))
+
+    def _remove_expired(
+        self, namespace: FSNamespace, keys: Sequence[OffloadKey], expiry: BlockExpiry
+    ) -> None:
+        """Remove those of ``keys`` that are over, so that they can be stored again."""
+        for key in keys:
+            path = namespace.block_path(key)
+            if expiry.is_path_over(path):
+                try:
+                    self._directory.usage.remove(self._files.remove(path))
+                except OSError as error:
+                    logger.warning("tier fs: expired block %s cannot be removed: %s", path, error)
 
     def _check_folders_of(self, namespace: FSNamespace, absent: Sequence[OffloadKey]) -> None:
         """Forget every block in the folders of ``absent`` that are gone: an eviction leaves the folder."""

@@ -29,6 +29,7 @@ from kvtier.tiering.kit.disk import plan_num_threads
 from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES, MAX_KEY_BYTES
 from kvtier.tiering.kit.place import PlaceTier, ProbedTier, TierFinding
 from kvtier.tiering.kit.purging import remove_from_place
+from kvtier.tiering.kit.tenant_counts import make_tenant_counts
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 
 TIER_TYPE = "fs"
@@ -83,7 +84,14 @@ class FSTier(ThreadedTier[FSNamespace], EvictionReporter, PlaceTier, ProbedTier,
         has_direct_io = directory.has_direct_io
         self.capacity_blocks = max_keys = fs_settings.capacity_bytes // block_bytes
         self._store_of_files = FSBlockStore(
-            directory, rows, evictor, recycled, max_keys, emit_events=settings.emit_events, clock=clock
+            directory,
+            rows,
+            evictor,
+            recycled,
+            max_keys,
+            emit_events=settings.emit_events,
+            clock=clock,
+            make_counts=partial(make_tenant_counts, config),
         )
         super().__init__(
             config,
@@ -132,7 +140,8 @@ class FSTier(ThreadedTier[FSNamespace], EvictionReporter, PlaceTier, ProbedTier,
         self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
     ) -> Miss | None:
         del req_context
-        return self._store_of_files.losses.explain(key) or self._store_of_files.siblings.explain(key)
+        known = self.explain_keyless(key) or self._store_of_files.losses.explain(key)
+        return known or self._store_of_files.siblings.explain(key)
 
     def reset(self, epoch: bytes) -> None:
         super().reset(epoch)
@@ -152,4 +161,5 @@ class FSTier(ThreadedTier[FSNamespace], EvictionReporter, PlaceTier, ProbedTier,
         return self._namespace.index.drain_evicted(self.keys_being_stored())
 
     def stats(self) -> dict[str, float]:
-        return super().stats() | {"indexed_blocks": len(self._namespace.index)}
+        index = self._namespace.index
+        return super().stats() | {"indexed_blocks": len(index)} | index.tenant_stats()

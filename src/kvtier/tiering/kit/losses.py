@@ -23,6 +23,7 @@ class BackendLosses:
         tier: type of the tier.
         clock: seconds, monotonic.
         ttl_s: seconds after its last use that the backend keeps a block; None: it has no time to live.
+        renews: whether a use counts; otherwise they count from the store.
         max_blocks: blocks remembered.
     """
 
@@ -32,7 +33,10 @@ class BackendLosses:
         clock: Callable[[], float],
         ttl_s: float | None = None,
         max_blocks: int = REMEMBERED_BLOCKS,
+        *,
+        renews: bool = True,
     ) -> None:
+        self._renews = renews
         self._ttl_s = ttl_s
         self._blocks: DepartedBlocks = make_losses(tier, max_blocks, clock)
         self._evicted, self._expired = Miss(MissCause.EVICTED, tier), Miss(MissCause.EXPIRED, tier)
@@ -44,12 +48,20 @@ class BackendLosses:
 
     def on_used(self, keys: Sequence[OffloadKey]) -> None:
         """Remember that the time to live of ``keys`` counts from now, where there is one. Thread: any."""
-        if self._ttl_s is not None:
+        if self._ttl_s is not None and self._renews:
             self._blocks.report(keys, self._stored)
+
+    def on_expired(self, keys: Sequence[OffloadKey]) -> None:
+        """Remember that ``keys`` were found although their time to live is over. Thread: any."""
+        self._blocks.report(keys, Loss.EXPIRED)
 
     def on_damaged(self, keys: Sequence[OffloadKey]) -> None:
         """Remember that ``keys`` were damaged, and are to be removed. Thread: any."""
         self._blocks.report(keys, Loss.DAMAGED)
+
+    def on_foreign(self, keys: Sequence[OffloadKey]) -> None:
+        """Remember that ``keys`` are there, and of a version or key that this engine cannot read. Thread: any."""
+        self._blocks.report(keys, Loss.FOREIGN)
 
     def explain(self, key: OffloadKey) -> Miss | None:
         """Return why ``key``, which the backend lacks, is missing; None when nothing is known of it.

@@ -73,6 +73,8 @@ class PlaceBlock:
         used_s: when it was last used, or written where uses leave no trace, seconds since 1970; None when unknown.
         num_blocks: blocks that can be found by it; 0 for an object that other objects point into.
         stamp: what changes when it is replaced or used; only its own place understands it.
+        tenant: number of the tenant in the block's name, 0 for none; None where the place cannot tell. The name of an
+            encrypted block tells nothing: its number means nothing.
         key: the block, where its name tells it.
     """
 
@@ -82,6 +84,7 @@ class PlaceBlock:
     used_s: float | None
     num_blocks: int = 1
     stamp: tuple[int, ...] = ()
+    tenant: int | None = None
     key: OffloadKey | None = None
 
 

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any, Generic, NoReturn, TypeVar
 
 import numpy as np
@@ -23,6 +23,7 @@ from kvtier.base import GROUP_INDEX_BYTES, JobId, OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.errors import ConfigError, TierError, describe_foreign
 from kvtier.histogram import HistogramSnapshot
+from kvtier.misses import NO_KEY_REASON, Miss, MissCause
 from kvtier.namespace import make_namespace, require_stable_hash
 from kvtier.tiering.base import (
     FAILURES_TO_OPEN,
@@ -289,6 +290,12 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, BackendPurger, DroppingT
         if self._encryption is not None:
             run = self._encryption.bind(run)
         self._pool.submit(job, run, timeout_s)
+
+    def explain_keyless(self, key: OffloadKey) -> Miss | None:
+        """Return that the ring has no key for the tenant of ``key``; None where it has, or nothing is encrypted."""
+        if self._encryption is None or self._encryption.serves(key):
+            return None
+        return Miss(MissCause.LIMITED, self.get_tier_type(), MappingProxyType({"reason": NO_KEY_REASON}))
 
     def _open_namespace(self, epoch: bytes) -> S:
         # A new epoch is random: nothing can have been stored in it.

@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvtier.config import parse_bytes
 from kvtier.errors import ConfigError
+from kvtier.quantities import parse_bytes
 from kvtier.settings import choice, flag, seconds_up_to, setting, whole
 
 DEFAULT_LOCAL_HOST = "127.0.0.1"
@@ -94,6 +94,16 @@ def parse_segment(name: str, value: object) -> int:
     return segment_bytes
 
 
+def refuse_ttl(name: str, value: object) -> None:
+    """Refuse a time to live: a Mooncake store gives an object none, and its leases and soft pins keep none out.
+
+    Raises:
+        ConfigError: always; no value means none.
+    """
+    remedy = "cannot be kept: a Mooncake store drops objects by its own order alone; leave it out, or use another tier"
+    raise ConfigError(name, value, remedy, max_value_chars=80)
+
+
 @dataclass(frozen=True, slots=True)
 class MooncakeSettings:
     """What the user set for the tier; each field says what it is.
@@ -144,6 +154,14 @@ class MooncakeSettings:
             whole(1, MAX_THREADS),
             "one computes checksums while the other copies",
             unit=f"1 to {MAX_THREADS}",
+        ),
+    )
+    ttl_s: None = field(
+        default=None,
+        metadata=setting(
+            refuse_ttl,
+            "refused: the store knows no time to live ([retention](tenants.md#how-long-blocks-live))",
+            default_text="none",
         ),
     )
     allow_any_interface: bool = field(

@@ -23,6 +23,7 @@ from kvtier.tiering.obj.errors import (
     is_bucket_missing,
     is_unanswered,
 )
+from kvtier.tiering.obj.expiry import ObjectExpiry
 from kvtier.tiering.obj.settings import ObjSettings
 from kvtier.tiering.obj.target import Service
 
@@ -59,6 +60,9 @@ PAGE_OBJECTS = 1000
 
 PAUSE_S = 1.0
 """Seconds for which a store that did not answer is not called again; each call takes most of a second to fail."""
+
+OVER = -1
+"""The length of an object whose time to live is over: that of no block."""
 
 CLIENT_ERRORS = (BaseError, OSError, ValueError, NotImplementedError)
 
@@ -117,13 +121,20 @@ class Client:
     Args:
         settings: where it is and how long it may take.
         clock: seconds, monotonic.
+        expiry: which objects are over; they count as absent. None: none ever is.
 
     Raises:
         ConfigError: a directory or a file that the settings name cannot be used.
         TierError: the environment does not say what a client needs.
     """
 
-    def __init__(self, settings: ObjSettings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        settings: ObjSettings,
+        clock: Callable[[], float] = time.monotonic,
+        expiry: ObjectExpiry | None = None,
+    ) -> None:
+        self._expiry = expiry
         self._settings = settings
         self._health = BackendHealth("obj", clock, pause_s=PAUSE_S)
         try:
@@ -152,7 +163,7 @@ class Client:
                 with self._kept_private(path):
                     obstore.put(self._store, path, body, mode="create", use_multipart=False)
             except (AlreadyExistsError, PreconditionError):
-                return False
+                return self._expiry is not None and self._replace_if_over(path, buffers)
             return True
 
     def get(self, path: str, max_bytes: int) -> Fetched | None:
@@ -160,6 +171,8 @@ class Client:
         with self._explained():
             try:
                 result = obstore.get(self._store, path)
+                if self._expiry is not None and self._expiry.is_over(result.meta["last_modified"]):
+                    return None
                 num_bytes = result.meta["size"]
                 if num_bytes <= max_bytes:
                     return Fetched(num_bytes, memoryview(result.bytes()))
@@ -183,10 +196,15 @@ class Client:
                 raise
 
     def sizes(self, paths: Sequence[str]) -> dict[str, int]:
-        """Return the lengths of those objects that exist; what got no answer in time counts as absent."""
+        """Return the lengths of those objects that exist, OVER for one whose time to live is over.
+
+        What got no answer in time counts as absent.
+        """
 
         async def ask(path: str) -> int:
-            return (await obstore.head_async(self._store, path))["size"]
+            meta = await obstore.head_async(self._store, path)
+            is_over = self._expiry is not None and self._expiry.is_over(meta["last_modified"])
+            return OVER if is_over else meta["size"]
 
         return self._request_each(paths, ask)
 
@@ -244,6 +262,16 @@ class Client:
         """
         # A writer with all rights makes a missing bucket come into being on some servers: this reads instead.
         self.get(path, ENVELOPE_BYTES)
+
+    def _replace_if_over(self, path: str, buffers: Sequence[Buffer]) -> bool:
+        """Write an object in place of one that is over; False when that is not."""
+        with suppress(FileNotFoundError):
+            meta = obstore.head(self._store, path)
+            if self._expiry is None or not self._expiry.is_over(meta["last_modified"]):
+                return False
+            obstore.put(self._store, path, [b"".join(buffers)], use_multipart=False)
+            return True
+        return False  # deleted just now: the next store of the block writes it
 
     @contextmanager
     def _kept_private(self, path: str) -> Iterator[None]:

@@ -14,10 +14,12 @@ import heapq
 import logging
 import threading
 from collections.abc import Iterable, Iterator
+from itertools import takewhile
 
 from kvtier.errors import TierError, describe_foreign
 from kvtier.tiering.kit.backend import Counters
 from kvtier.tiering.obj.client import PAGE_OBJECTS, Client, Listed
+from kvtier.tiering.obj.expiry import ObjectExpiry
 from kvtier.tiering.obj.layout import is_own
 
 logger = logging.getLogger(__name__)
@@ -45,9 +47,18 @@ class Evictor:
         root: what the names of our objects begin with.
         capacity_bytes: the most that they may take.
         counters: where evictions are counted.
+        expiry: which objects are over and go first, whatever the capacity; None: none ever is.
     """
 
-    def __init__(self, client: Client, root: str, capacity_bytes: int, counters: Counters) -> None:
+    def __init__(
+        self,
+        client: Client,
+        root: str,
+        capacity_bytes: int,
+        counters: Counters,
+        expiry: ObjectExpiry | None = None,
+    ) -> None:
+        self._expiry = expiry
         self._client = client
         self._root = root
         self._allowance_bytes = capacity_bytes // FREE_SHARE
@@ -103,7 +114,8 @@ class Evictor:
 
     def _wait_due(self) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._is_pass_due or self._is_closed)
+            pause_s = None if self._expiry is None else self._expiry.pass_s
+            self._changed.wait_for(lambda: self._is_pass_due or self._is_closed, pause_s)
             self._is_pass_due = False
             return not self._is_closed
 
@@ -127,6 +139,10 @@ class Evictor:
         listing = PrefixListing(self._client.list_all(self._root), self._root)
         oldest = heapq.nsmallest(MAX_VICTIMS, listing)
         victims = plan_victims(oldest, listing.total_bytes - self._mark_bytes)
+        if self._expiry is not None:
+            # From the oldest on: those from a future that a clock was set back from leave by the capacity.
+            over = list(takewhile(self._is_over, oldest))
+            victims = max(victims, over, key=len)
         for begin in range(0, len(victims), PAGE_OBJECTS):
             if self._is_closed:
                 return True
@@ -134,6 +150,9 @@ class Evictor:
             self._client.remove([victim.path for victim in page])
             self._counters.add(evicted=len(page), evicted_bytes=sum(victim.num_bytes for victim in page))
         return len(victims) < MAX_VICTIMS
+
+    def _is_over(self, listed: Listed) -> bool:
+        return self._expiry is not None and self._expiry.is_over(listed.modified)
 
 
 class PrefixListing:

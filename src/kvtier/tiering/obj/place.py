@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from kvtier.base import OffloadKey
+from kvtier.base import OffloadKey, get_offload_tenant
 from kvtier.errors import ConfigError, TierError
 from kvtier.settings import parse_settings
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, Envelope, unpack
@@ -92,13 +92,15 @@ class ObjPlace(Place):
             if namespaces is None or name in namespaces:
                 is_group = listed.path.endswith(GROUP_SUFFIX)
                 written_s = listed.modified.timestamp()
+                key = None if is_group else OffloadKey(bytes.fromhex(Path(listed.path).stem))
                 yield PlaceBlock(
                     name,
                     listed.path,
                     listed.num_bytes,
                     written_s,
                     num_blocks=0 if is_group else 1,
-                    key=None if is_group else OffloadKey(bytes.fromhex(Path(listed.path).stem)),
+                    tenant=None if key is None else get_offload_tenant(key),
+                    key=key,
                 )
 
     def summary(self) -> PlaceSummary:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvtier.errors import ConfigError
 from kvtier.settings import flag, seconds, setting, size_bytes, text, whole
+from kvtier.tiering.kit.lifetime import TTL
 from kvtier.tiering.obj.target import Service, StoreTarget, parse_server, parse_target, parse_url, redacted
 
 DEFAULT_PREFIX = "kvtier"
@@ -104,6 +105,7 @@ class ObjSettings:
             unit=f"1 to {MAX_BLOCKS_PER_OBJECT}",
         ),
     )
+    ttl_s: float | None = field(default=None, metadata=TTL)
     timeout_s: float = field(
         default=DEFAULT_TIMEOUT_S,
         metadata=setting(
@@ -151,6 +153,14 @@ class ObjSettings:
         if target.service is Service.HTTP and self.capacity_bytes is not None:
             remedy = "cannot be kept where nothing can be listed: leave it out"
             raise ConfigError("capacity_bytes", self.capacity_bytes, remedy)
+        if self.ttl_s is not None and target.service is Service.HTTP:
+            remedy = (
+                "cannot be kept where nothing can be listed: leave it out, or use the server's own life cycle"
+            )
+            raise ConfigError("ttl_s", self.ttl_s, remedy)
+        if self.ttl_s is not None and self.blocks_per_object > 1:
+            remedy = "cannot be kept by blocks that share an object: leave blocks_per_object out"
+            raise ConfigError("ttl_s", self.ttl_s, remedy)
         if self.endpoint is not None:
             server = parse_server("endpoint", self.endpoint, is_http_allowed=self.allow_http)
             object.__setattr__(self, "endpoint", server)

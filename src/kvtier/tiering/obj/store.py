@@ -25,7 +25,7 @@ from kvtier.tiering.kit.envelope import (
 from kvtier.tiering.kit.io_pool import TransferOutcome
 from kvtier.tiering.kit.losses import BackendLosses
 from kvtier.tiering.kit.siblings import SiblingNamespaces
-from kvtier.tiering.obj.client import Client
+from kvtier.tiering.obj.client import OVER, Client
 from kvtier.tiering.obj.evictor import Evictor
 from kvtier.tiering.obj.group import Block, GroupMember, Groups, RowsWithHeaders
 from kvtier.tiering.obj.layout import (
@@ -66,7 +66,7 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         counters: Counters,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.losses = BackendLosses("obj", clock)
+        self.losses = BackendLosses("obj", clock, settings.ttl_s, renews=False)
         place = ObjSiblings(client, settings.target.root)
         self.siblings = SiblingNamespaces("obj", place, clock, FIRST_PAUSE_S)
         self._client = client
@@ -94,6 +94,9 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         paths = {key: namespace.block_path(key) for key in keys}
         sizes = self._client.sizes(list(paths.values()))
         size_of = {key: sizes.get(path) for key, path in paths.items()}
+        over = [key for key, size in size_of.items() if size == OVER]
+        if over:
+            self.losses.on_expired(over)
         pointed = {key for key, size in size_of.items() if size == POINTER_BYTES}
         unread = {key for key in pointed if namespace.location(key) is None}
         unsound = unread.difference(self._groups.read_pointers(namespace, unread))
@@ -138,6 +141,7 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         for failure in failures.values():
             self._counters.add(**{failure.value: 1})
         self.losses.on_damaged([key for key, why in failures.items() if why is TierFailure.DAMAGED])
+        self.losses.on_foreign([key for key, why in failures.items() if why is TierFailure.FOREIGN])
         succeeded = [key for key in keys if key not in failures]
         self.losses.on_used(succeeded)
         self._counters.add(hits=len(succeeded), loaded_bytes=len(succeeded) * self._rows.row_bytes)

@@ -12,15 +12,18 @@ from typing import ClassVar
 from kvtier.base import Locality, OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.misses import Miss, MissExplainer
+from kvtier.quantities import MAX_BYTES
 from kvtier.settings import parse_settings
 from kvtier.tiering.base import NO_SETTINGS, TierSettings
 from kvtier.tiering.kit.backend import Counters, rows_of
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
+from kvtier.tiering.kit.lifetime import make_lifetime
 from kvtier.tiering.kit.place import PlaceTier, ProbedTier, TierFinding
 from kvtier.tiering.kit.purging import remove_from_place
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 from kvtier.tiering.obj.client import Client
 from kvtier.tiering.obj.evictor import Evictor
+from kvtier.tiering.obj.expiry import ObjectExpiry
 from kvtier.tiering.obj.group import RowsWithHeaders
 from kvtier.tiering.obj.layout import ObjNamespace
 from kvtier.tiering.obj.place import ObjPlace, open_obj_place, probe_obj_place
@@ -45,6 +48,7 @@ class ObjTier(ThreadedTier[ObjNamespace], PlaceTier, ProbedTier, MissExplainer):
         primary_kv_view: the primary's rows, writable, shape (num_blocks, row_stride), format 'b'.
         settings: the settings that every tier has.
         clock: seconds, monotonic.
+        wall_clock: seconds since 1970, for the ages of objects.
         own: the settings of ``ObjSettings``, by name.
 
     Raises:
@@ -64,18 +68,24 @@ class ObjTier(ThreadedTier[ObjNamespace], PlaceTier, ProbedTier, MissExplainer):
         settings: TierSettings = NO_SETTINGS,
         *,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
         **own: object,
     ) -> None:
         require_lasting_keys(config, TIER_TYPE)
         rows = rows_of(primary_kv_view)
         obj_settings = parse_settings(ObjSettings, own, f"tier {TIER_TYPE!r}")
         require_capacity(obj_settings, ENVELOPE_BYTES + rows.row_bytes)
-        client = Client(obj_settings, clock)
+        lifetime = make_lifetime(obj_settings.ttl_s)
+        expiry = None if lifetime is None else ObjectExpiry(lifetime, wall_clock)
+        client = Client(obj_settings, clock, expiry)
         capacity_bytes = obj_settings.capacity_bytes
-        counters = Counters(*COUNTS, *(CAPACITY_COUNTS if capacity_bytes else ()))
+        is_tidied = capacity_bytes is not None or expiry is not None
+        counters = Counters(*COUNTS, *(CAPACITY_COUNTS if is_tidied else ()))
         evictor = None
+        if is_tidied:
+            most_bytes = MAX_BYTES if capacity_bytes is None else capacity_bytes
+            evictor = Evictor(client, obj_settings.target.root, most_bytes, counters, expiry)
         if capacity_bytes is not None:
-            evictor = Evictor(client, obj_settings.target.root, capacity_bytes, counters)
             self.capacity_blocks = capacity_bytes // (ENVELOPE_BYTES + rows.row_bytes)
         store = ObjBlockStore(client, RowsWithHeaders(rows), obj_settings, evictor, counters, clock)
         self._losses, self._siblings = store.losses, store.siblings
@@ -105,7 +115,7 @@ class ObjTier(ThreadedTier[ObjNamespace], PlaceTier, ProbedTier, MissExplainer):
         self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
     ) -> Miss | None:
         del req_context
-        return self._losses.explain(key) or self._siblings.explain(key)
+        return self.explain_keyless(key) or self._losses.explain(key) or self._siblings.explain(key)
 
     def reset(self, epoch: bytes) -> None:
         super().reset(epoch)

@@ -28,6 +28,7 @@ from kvtier.tiering.kit.envelope import (
     unpack,
 )
 from kvtier.tiering.slab.documents import SlabSiblings
+from kvtier.tiering.slab.expiry import NO_TIME, pack_time, unpack_time
 from kvtier.tiering.slab.slab_file import SlabFile
 from kvtier.tiering.slab.slot_table import Contents, SlabNamespace, SlotTable
 
@@ -42,6 +43,9 @@ STRETCH_SLOTS = 16
 threads without work at the end."""
 
 _OLDEST = struct.Struct("<Q")
+
+TIME_OFFSET = ENVELOPE_BYTES + _OLDEST.size
+"""Where the time of the store stands in a header page."""
 
 
 class Indexer:
@@ -114,16 +118,21 @@ class Indexer:
             self._ended.set()
 
 
-def write_header(page: memoryview, header: bytes, oldest_generation: int) -> None:
+def write_header(
+    page: memoryview, header: bytes, oldest_generation: int, stored_s: float | None = None
+) -> None:
     """Fill ``page`` for a block.
 
     Args:
         page: a header page, format 'B'; what is behind the header stays as it is.
         header: the block's, 128 bytes.
         oldest_generation: of the writes that have not ended, this one included.
+        stored_s: the time of the store, seconds since 1970, where blocks have a time to live.
     """
     page[:ENVELOPE_BYTES] = header
     _OLDEST.pack_into(page, ENVELOPE_BYTES, oldest_generation)
+    if stored_s is not None:
+        pack_time(page, TIME_OFFSET, stored_s)
 
 
 def oldest_unfinished(page: Buffer) -> int:
@@ -140,12 +149,14 @@ class FoundBlock(NamedTuple):
         slot: its number.
         namespace: first bytes of its namespace's digest.
         name: what its namespace calls it.
+        stored_s: time of its store, where it has one.
     """
 
     generation: int
     slot: int
     namespace: bytes
     name: bytes
+    stored_s: float = NO_TIME
 
 
 @dataclass(slots=True)
@@ -264,7 +275,8 @@ class HeaderReader:
         elif found.codec != RAW_CODEC:
             headers.unknown.append(slot)
         else:
-            headers.blocks.append(FoundBlock(found.generation, slot, found.namespace, found.key))
+            stored_s = unpack_time(page, TIME_OFFSET)
+            headers.blocks.append(FoundBlock(found.generation, slot, found.namespace, found.key, stored_s))
             headers.note(found.generation, oldest_unfinished(page))
 
 
@@ -312,6 +324,7 @@ def sort_out(
         if outdated is not None:
             free.append(outdated)
         contents.slot_of[key] = block.slot
+        contents.stored_s[key] = block.stored_s
     contents.free.extend(sorted(free))
     contents.next_generation = blocks[-1].generation + 1 if blocks else 1
     return contents

@@ -8,9 +8,8 @@ recent ones.
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import length_hint
 from typing import NamedTuple
 
 from kvtier.base import OffloadKey
@@ -20,6 +19,9 @@ from kvtier.departed import DepartedBlocks, Loss
 from kvtier.namespace import Namespace
 from kvtier.tiering.kit.block_format import BlockFormat, format_of
 from kvtier.tiering.kit.eviction_log import EvictionLog
+from kvtier.tiering.kit.tenant_counts import TenantCounts
+from kvtier.tiering.slab.expiry import NO_TIME, SlotExpiry
+from kvtier.tiering.slab.reusable_slots import EpochBlocks, ReusableSlots
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +50,7 @@ class Contents:
         foreign_keys: blocks of other namespaces, by name.
         free: slots that hold nothing.
         next_generation: beyond every one that was found.
+        stored_s: time of the store of each of our blocks.
     """
 
     slot_of: dict[OffloadKey, int] = field(default_factory=dict)
@@ -55,44 +58,7 @@ class Contents:
     foreign_keys: dict[str, list[OffloadKey]] = field(default_factory=dict)
     free: deque[int] = field(default_factory=deque)
     next_generation: int = 1
-
-
-@dataclass(slots=True, eq=False)
-class EpochBlocks:
-    """The blocks of one epoch: an eviction policy and their number. The slot table's lock guards it.
-
-    Attributes:
-        policy: has the blocks in their order.
-        num_blocks: how many there are.
-    """
-
-    policy: CachePolicy
-    num_blocks: int = 0
-
-    def insert(self, key: OffloadKey, status: BlockStatus) -> None:
-        """Add a block that is not there."""
-        self.policy.insert(key, status)
-        self.num_blocks += 1
-
-    def remove(self, key: OffloadKey, status: BlockStatus) -> bool:
-        """Remove a block; False when another one, or none, stands under its key."""
-        if self.policy.get(key) is not status:
-            return False
-        self.policy.remove(key)
-        self.num_blocks -= 1
-        return True
-
-    def evict(self, num: int, protected: Collection[OffloadKey] = ()) -> list[tuple[OffloadKey, BlockStatus]]:
-        """Remove ``num`` blocks, or as many as are not pinned, and return them."""
-        if num <= 0:
-            return []
-        victims = self.policy.evict(num, protected)
-        if victims is None:
-            victims = []
-            while one := self.policy.evict(1, protected):
-                victims += one
-        self.num_blocks -= len(victims)
-        return victims
+    stored_s: dict[OffloadKey, float] = field(default_factory=dict)
 
 
 class SlotPin(NamedTuple):
@@ -114,69 +80,6 @@ class SlotPin(NamedTuple):
     def slot(self) -> int:
         """Number of the slot."""
         return self.status.block_id
-
-
-class ReusableSlots:
-    """Slots that may be written without evicting a block of this epoch. The slot table's lock guards it.
-
-    Args:
-        num_fresh: slots from 0 on that have never held anything.
-    """
-
-    def __init__(self, num_fresh: int) -> None:
-        self._fresh: Iterator[int] = iter(range(num_fresh))
-        self._free: deque[int] = deque()
-        self._foreign: deque[int] = deque()
-        self._old_epochs: deque[EpochBlocks] = deque()
-        self._failed: deque[int] = deque()
-        self._num_overwritten = 0
-
-    def add_free(self, slots: Iterable[int]) -> None:
-        """Add slots that hold nothing."""
-        self._free.extend(slots)
-
-    def add_failed(self, slot: int) -> None:
-        """Add a slot that could not be written."""
-        self._failed.append(slot)
-
-    def add_foreign(self, slots: Iterable[int]) -> None:
-        """Add slots with blocks that are not found now, oldest first."""
-        self._foreign.extend(slots)
-
-    def add_epoch(self, epoch: EpochBlocks) -> None:
-        """Add the blocks of an epoch that is over."""
-        self._old_epochs.append(epoch)
-
-    def take(self) -> int | None:
-        """Return the next slot, None when there is none that can be had now."""
-        if self._free:
-            return self._free.popleft()
-        slot = next(self._fresh, None)
-        if slot is None:
-            slot = self._foreign.popleft() if self._foreign else self._take_old()
-            self._num_overwritten += slot is not None
-        return slot
-
-    def take_failed(self) -> int | None:
-        """Return the slot that failed longest ago, None when there is none."""
-        return self._failed.popleft() if self._failed else None
-
-    def stats(self) -> dict[str, float]:
-        """Return how many slots there are, and how many blocks of others have been given away."""
-        return {
-            "free_slots": len(self._free) + length_hint(self._fresh),
-            "failed_slots": len(self._failed),
-            "foreign_slots": len(self._foreign) + sum(epoch.num_blocks for epoch in self._old_epochs),
-            "evicted_foreign_blocks": self._num_overwritten,
-        }
-
-    def _take_old(self) -> int | None:
-        for epoch in tuple(self._old_epochs):
-            for _, status in epoch.evict(1):
-                return status.block_id
-            if epoch.num_blocks == 0:
-                self._old_epochs.remove(epoch)
-        return None
 
 
 class SlotReservation(NamedTuple):
@@ -207,6 +110,8 @@ class SlotTable:
         is_empty: whether no slot holds anything; otherwise there is no room before ``adopt``.
         emit_events: whether evictions are recorded for ``drain_evicted``.
         losses: remembers why blocks are gone.
+        expiry: which blocks are over; None: none ever is.
+        tenant_counts: counts the present epoch's blocks by tenant; None where there are no tenants.
     """
 
     def __init__(
@@ -217,7 +122,11 @@ class SlotTable:
         is_empty: bool,
         emit_events: bool = False,
         losses: DepartedBlocks | None = None,
+        expiry: SlotExpiry | None = None,
+        tenant_counts: TenantCounts | None = None,
     ) -> None:
+        self._tenant_counts = tenant_counts
+        self._expiry = expiry
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._make_policy = make_policy
@@ -228,7 +137,7 @@ class SlotTable:
         self._lost_slots: set[int] = set()
         self._next_generation = 1
         self._writing: set[int] = set()
-        self._num_evicted = 0
+        self._num_evicted = self._num_expired = 0
         self._evicted = EvictionLog() if emit_events else None
         self._losses = losses
 
@@ -243,6 +152,10 @@ class SlotTable:
                 self._epoch = EpochBlocks(self._make_policy())
             if self._evicted is not None:
                 self._evicted.clear()
+            if self._expiry is not None:
+                self._expiry.clear()
+            if self._tenant_counts is not None:
+                self._tenant_counts.clear()
 
     def adopt(self, namespace: SlabNamespace, contents: Contents) -> None:
         """Take over what was found at the start.
@@ -258,12 +171,17 @@ class SlotTable:
             self._next_generation = max(self._next_generation, contents.next_generation)
             if namespace is self._namespace:
                 self._unused = unused
+                if self._tenant_counts is not None:
+                    self._tenant_counts.add(unused)
+                self._adopt_times(contents)
             else:
                 self._reusable.add_foreign(contents.slot_of.values())
 
     def is_held(self, namespace: SlabNamespace, key: OffloadKey) -> bool:
         """Return whether the block is there, whole."""
         with self._lock:
+            if self._expiry is not None and namespace is self._namespace:
+                self._drop_if_over(self._expiry, (key,))
             return namespace is self._namespace and self._is_ready(key)
 
     def touch(self, namespace: SlabNamespace, keys: Collection[OffloadKey]) -> None:
@@ -293,6 +211,8 @@ class SlotTable:
             if namespace is not self._namespace:
                 return SlotReservation((), (), (), self._next_generation)
             epoch = self._epoch
+            if self._expiry is not None:
+                self._drop_if_over(self._expiry, (*keys, *self._expiry.list_oldest_over()))
             held: list[OffloadKey] = []
             awaited: list[OffloadKey] = []
             missing: list[OffloadKey] = []
@@ -308,14 +228,25 @@ class SlotTable:
             oldest = min(self._writing, default=self._next_generation)
             return SlotReservation(held, awaited, pins, oldest)
 
-    def complete_store(self, pins: Iterable[SlotPin], written: Collection[OffloadKey]) -> None:
-        """Unpin slots after writing; those not in ``written`` hold nothing."""
+    def complete_store(
+        self, pins: Iterable[SlotPin], written: Collection[OffloadKey], stored_s: float = NO_TIME
+    ) -> None:
+        """Unpin slots after writing; those not in ``written`` hold nothing.
+
+        Args:
+            pins: the slots.
+            written: the blocks that are whole.
+            stored_s: what the headers say of the time of the store, where blocks have a time to live.
+        """
         with self._lock:
             for pin in pins:
                 self._writing.discard(pin.generation)
                 pin.status.ref_cnt = 0
                 if pin.key not in written and pin.epoch.remove(pin.key, pin.status):
                     self._reusable.add_failed(pin.slot)
+                    self._uncount((pin.key,), pin.epoch)
+                elif self._expiry is not None and pin.epoch is self._epoch:
+                    self._expiry.record(pin.key, stored_s)
             self._changed.notify_all()
 
     def wait_written(
@@ -334,6 +265,8 @@ class SlotTable:
             if namespace is not self._namespace:
                 return [None] * len(keys)
             epoch = self._epoch
+            if self._expiry is not None:
+                self._drop_if_over(self._expiry, keys)
             return [self._pin(epoch, key) for key in keys]
 
     def complete_load(self, pins: Iterable[SlotPin], lost: Collection[OffloadKey]) -> None:
@@ -343,6 +276,7 @@ class SlotTable:
                 pin.status.ref_cnt -= 1
                 if pin.key in lost and pin.epoch.remove(pin.key, pin.status):
                     self._lost_slots.add(pin.slot)
+                    self._uncount((pin.key,), pin.epoch)
                     if self._losses is not None and pin.epoch is self._epoch:
                         self._losses.report((pin.key,), Loss.DAMAGED)
                     if self._evicted is not None and pin.epoch is self._epoch:
@@ -367,6 +301,10 @@ class SlotTable:
             if self._evicted is not None:
                 for key in keys:
                     self._evicted.add(key)
+            if self._expiry is not None:
+                for key in keys:
+                    self._expiry.forget(key)
+            self._uncount(keys, self._epoch)
             if self._losses is not None:
                 self._losses.report(keys, Loss.PURGED)
             return [status.block_id for _, status in victims]
@@ -392,10 +330,14 @@ class SlotTable:
     def stats(self) -> dict[str, float]:
         """Return how many slots hold what, and how many blocks were evicted."""
         with self._lock:
-            own = {
+            own: dict[str, float] = {
                 "indexed_blocks": self._epoch.num_blocks + len(self._unused),
                 "evicted_blocks": self._num_evicted,
             }
+            if self._expiry is not None:
+                own["expired_blocks"] = self._num_expired
+            if self._tenant_counts is not None:
+                own |= self._tenant_counts.stats()
             return own | self._reusable.stats()
 
     def _is_ready(self, key: OffloadKey) -> bool:
@@ -409,12 +351,44 @@ class SlotTable:
         if status is not None:
             epoch.insert(key, status)
 
+    def _adopt_times(self, contents: Contents) -> None:
+        expiry = self._expiry
+        if expiry is not None:
+            for key, stored_s in contents.stored_s.items():
+                expiry.record(key, stored_s)
+            self._drop_if_over(expiry, tuple(contents.stored_s))
+
+    def _drop_if_over(self, expiry: SlotExpiry, keys: Collection[OffloadKey]) -> None:
+        """Drop those of ``keys`` that are over and not in use; their slots hold nothing then."""
+        for key in keys:
+            if not expiry.is_over(key):
+                continue
+            self._put_in_use(self._epoch, key)
+            status = self._epoch.policy.get(key)
+            if status is None or status.ref_cnt:
+                continue
+            expiry.forget(key)
+            self._epoch.remove(key, status)
+            self._uncount((key,), self._epoch)
+            self._reusable.add_free((status.block_id,))
+            self._num_expired += 1
+            if self._losses is not None:
+                self._losses.report((key,), Loss.EXPIRED)
+            if self._evicted is not None:
+                self._evicted.add(key)
+
     def _begin_write(self, epoch: EpochBlocks, key: OffloadKey, slot: int) -> SlotPin:
         pin = SlotPin(key, BlockStatus(slot), epoch, self._next_generation)
         self._next_generation += 1
         self._writing.add(pin.generation)
         epoch.insert(key, pin.status)
+        if self._tenant_counts is not None:
+            self._tenant_counts.add((key,))
         return pin
+
+    def _uncount(self, keys: Collection[OffloadKey], epoch: EpochBlocks) -> None:
+        if self._tenant_counts is not None and epoch is self._epoch:
+            self._tenant_counts.remove(keys)
 
     def _pin(self, epoch: EpochBlocks, key: OffloadKey) -> SlotPin | None:
         self._put_in_use(epoch, key)
@@ -438,6 +412,9 @@ class SlotTable:
             slots.append(status.block_id)
             if self._evicted is not None:
                 self._evicted.add(key)
+            if self._expiry is not None:
+                self._expiry.forget(key)
+        self._uncount([key for key, _ in victims], epoch)
         self._num_evicted += len(victims)
         if self._losses is not None:
             self._losses.report([key for key, _ in victims], Loss.EVICTED)

@@ -6,7 +6,7 @@ reason; when a call of several blocks fails, each is tried by itself.
 
 import logging
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice, repeat
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from kvtier.tiering.kit.envelope import FAILURE_OF_CHECK, FAULTS, HEADER_PAGE_BY
 from kvtier.tiering.kit.health import OutageLog
 from kvtier.tiering.kit.io_pool import TransferOutcome
 from kvtier.tiering.kit.purging import BATCH_BLOCKS, Batches, Removed
+from kvtier.tiering.slab.expiry import NO_TIME
 from kvtier.tiering.slab.reopening import CurrentSlab, OpenSlab
 from kvtier.tiering.slab.scan import write_header
 from kvtier.tiering.slab.slot_table import SlabNamespace, SlotPin
@@ -66,9 +67,17 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
         current: the slab.
         rows: the primary's.
         max_task_blocks: blocks in a call of ``store`` or ``load``.
+        now_s: tells the time of stores, seconds since 1970; None: no block has one.
     """
 
-    def __init__(self, current: CurrentSlab, rows: Rows, max_task_blocks: int) -> None:
+    def __init__(
+        self,
+        current: CurrentSlab,
+        rows: Rows,
+        max_task_blocks: int,
+        now_s: Callable[[], float] | None = None,
+    ) -> None:
+        self._now_s = now_s
         self._current = current
         self._rows = rows
         self._max_task_blocks = max_task_blocks
@@ -119,17 +128,23 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
         slot_of = dict(zip(keys, slots, strict=True))
         plan = opened.slots.prepare_store(namespace, tuple(slot_of))
         written: set[OffloadKey] = set()
+        stored_s = None if self._now_s is None else self._now_s()
         try:
             moves = (Move(pin, self._rows.row(slot_of[pin.key])) for pin in plan.pins)
             runs = join_runs(moves, self._max_call_blocks)
             pages = iter(self._header_pages(len(plan.pins), is_write=True))
             add_headers = partial(
-                _add_headers, pages, self._scratch_rows(namespace), namespace.format, plan.oldest_generation
+                _add_headers,
+                pages,
+                self._scratch_rows(namespace),
+                namespace.format,
+                plan.oldest_generation,
+                stored_s,
             )
             for run_pages, run in checksum_ahead(runs, add_headers, self._plan_num_ahead(opened, runs)):
                 written.update(self._write(opened, run_pages, run))
         finally:
-            opened.slots.complete_store(plan.pins, written)
+            opened.slots.complete_store(plan.pins, written, stored_s or NO_TIME)
         others = opened.slots.wait_written(namespace, plan.awaited, PEER_WAIT_S) if plan.awaited else []
         num_failed = len(plan.pins) - len(written)
         succeeded = {*plan.held, *written, *others}
@@ -290,6 +305,7 @@ def _add_headers(
     scratch_rows: Iterator[memoryview | None],
     block_format: BlockFormat,
     oldest_generation: int,
+    stored_s: float | None,
     run: Sequence[Move],
 ) -> tuple[list[memoryview], Sequence[Move]]:
     """Fill the next of ``pages`` with the headers of a run; return them and what is to be written behind them."""
@@ -297,7 +313,7 @@ def _add_headers(
     sealed = []
     for page, (pin, row) in zip(taken, run, strict=True):
         header, payload = block_format.seal(pin.key, row, next(scratch_rows), generation=pin.generation)
-        write_header(page, header, oldest_generation)
+        write_header(page, header, oldest_generation, stored_s)
         sealed.append(Move(pin, payload))
     return taken, sealed
 

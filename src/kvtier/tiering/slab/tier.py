@@ -23,10 +23,13 @@ from kvtier.tiering.base import NO_SETTINGS, EvictionReporter, RequestAware, Tie
 from kvtier.tiering.kit.backend import rows_of
 from kvtier.tiering.kit.disk import plan_num_threads
 from kvtier.tiering.kit.envelope import MAX_KEY_BYTES
+from kvtier.tiering.kit.lifetime import make_lifetime
 from kvtier.tiering.kit.mount import MountPoint
 from kvtier.tiering.kit.place import PlaceTier, ProbedTier, TierFinding
+from kvtier.tiering.kit.tenant_counts import make_tenant_counts
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 from kvtier.tiering.slab.documents import write_document
+from kvtier.tiering.slab.expiry import SlotExpiry
 from kvtier.tiering.slab.opening import open_slab
 from kvtier.tiering.slab.place import SlabPlace, open_slab_place, probe_slab_place
 from kvtier.tiering.slab.reopening import CurrentSlab
@@ -50,6 +53,7 @@ class SlabTier(
         primary_kv_view: the primary's rows, writable, shape (num_blocks, row_stride), format 'b'.
         settings: the settings that every tier has.
         clock: seconds, monotonic.
+        wall_clock: seconds since 1970, for the times of stores.
         calls: the system, as far as the file is used.
         own: the settings of ``SlabSettings``, by name.
 
@@ -72,6 +76,7 @@ class SlabTier(
         settings: TierSettings = NO_SETTINGS,
         *,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
         calls: SystemCalls = REAL_CALLS,
         **own: object,
     ) -> None:
@@ -82,6 +87,7 @@ class SlabTier(
         policy = settings.policy or DEFAULT_POLICY
         create_cache_policy(policy, geometry.num_slots)  # an unknown name is refused before the file is made
         max_task_blocks = plan_max_task_blocks(rows.row_bytes)
+        lifetime = make_lifetime(slab_settings.ttl_s)
         self._losses = losses = make_losses(TIER_TYPE, geometry.num_slots, clock)
         mount = MountPoint(slab_settings.path)
 
@@ -98,6 +104,8 @@ class SlabTier(
                 is_empty=file.is_new,
                 emit_events=settings.emit_events,
                 losses=losses,
+                expiry=None if lifetime is None else SlotExpiry(lifetime, wall_clock),
+                tenant_counts=make_tenant_counts(config),
             )
 
         self._slab = CurrentSlab(open_file, make_slot_table, clock)
@@ -107,7 +115,7 @@ class SlabTier(
         threads = plan_num_threads(
             slab_settings.num_threads, rows.row_bytes, has_direct_io=file.has_direct_io
         )
-        store = SlabBlockStore(self._slab, rows, max_task_blocks)
+        store = SlabBlockStore(self._slab, rows, max_task_blocks, None if lifetime is None else wall_clock)
         super().__init__(
             config,
             primary_kv_view,
@@ -151,7 +159,8 @@ class SlabTier(
         del req_context
         if not self._slab.opened.indexer.is_complete:
             return Miss(MissCause.TIER_DOWN, TIER_TYPE, MappingProxyType({"reason": "indexing"}))
-        return self._losses.explain(key) or self._slab.opened.indexer.siblings.explain(key)
+        known = self.explain_keyless(key) or self._losses.explain(key)
+        return known or self._slab.opened.indexer.siblings.explain(key)
 
     def reset(self, epoch: bytes) -> None:
         super().reset(epoch)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import ClassVar, TypeAlias
 
-from kvtier.base import OffloadKey
+from kvtier.base import OffloadKey, get_offload_tenant
 from kvtier.errors import TierError
 from kvtier.settings import parse_settings
 from kvtier.tiering.kit.place import (
@@ -29,7 +29,7 @@ from kvtier.tiering.valkey.cluster import Cluster
 from kvtier.tiering.valkey.connection import PlainConnection, ServerConnections, TLSConnection
 from kvtier.tiering.valkey.endpoint import Address
 from kvtier.tiering.valkey.errors import TIER_TYPE, refused, unreachable
-from kvtier.tiering.valkey.names import document_name, parse_block_name, parse_document_name
+from kvtier.tiering.valkey.names import ServerName, document_name, parse_block_name, parse_document_name
 from kvtier.tiering.valkey.resp import Deadline, Reply, ReplyReader, Tree, encode, read_tree, send_all
 from kvtier.tiering.valkey.servers import MAX_EXCHANGE_S, SingleServer
 from kvtier.tiering.valkey.settings import ValkeySettings
@@ -198,7 +198,7 @@ class ValkeyPlace(Place):
                     if found is None:
                         self._foreign = self._foreign.plus(parse_document_name(name) is None, 0)
                     elif namespaces is None or found.namespace in namespaces:
-                        wanted.append((name, found.namespace))
+                        wanted.append((name, found))
                 yield from _ask(node, wanted)
 
     def summary(self) -> PlaceSummary:
@@ -252,19 +252,19 @@ class ValkeyPlace(Place):
         return check_value(memoryview(value), found.namespace, found.name, self.opener)
 
 
-def _ask(node: PlaceNode, wanted: Sequence[tuple[bytes, str]]) -> Iterator[PlaceBlock]:
+def _ask(node: PlaceNode, wanted: Sequence[tuple[bytes, ServerName]]) -> Iterator[PlaceBlock]:
     """Yield the blocks of some names, with their length and last use; those that are gone are left out."""
     for begin in range(0, len(wanted), BATCH_NAMES):
         batch = wanted[begin : begin + BATCH_NAMES]
         idle = node.execute_all([("OBJECT IDLETIME", name) for name, _ in batch])
         sizes = node.execute_all([(node.length_command, name) for name, _ in batch])
         now_s = time.time()
-        for (name, namespace), idle_s, num_bytes in zip(batch, idle, sizes, strict=True):
+        for (name, parsed), idle_s, num_bytes in zip(batch, idle, sizes, strict=True):
             if isinstance(num_bytes, int) and num_bytes:
                 used_s = now_s - idle_s if isinstance(idle_s, int) else None
-                found = parse_block_name(name)
-                key = None if found is None else OffloadKey(found.name)
-                yield PlaceBlock(namespace, f"{node} {name.decode()}", num_bytes, used_s, key=key)
+                key = OffloadKey(parsed.name)
+                address, tenant = f"{node} {name.decode()}", get_offload_tenant(key)
+                yield PlaceBlock(parsed.namespace, address, num_bytes, used_s, tenant=tenant, key=key)
 
 
 def _without_used(node: PlaceNode, blocks: Sequence[PlaceBlock]) -> list[PlaceBlock]:

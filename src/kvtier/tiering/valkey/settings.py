@@ -91,6 +91,14 @@ class ValkeySettings:
             unit="seconds",
         ),
     )
+    renew_ttl: bool = field(
+        default=True,
+        metadata=setting(
+            flag,
+            "what is used is worth keeping; `false` counts `ttl_s` from the store, for "
+            "[retention](tenants.md#how-long-blocks-live)",
+        ),
+    )
     timeout_s: float = field(
         default=DEFAULT_TIMEOUT_S,
         metadata=setting(

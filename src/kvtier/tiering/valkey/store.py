@@ -141,6 +141,7 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         servers: where they are kept.
         rows: the primary's.
         ttl_s: seconds after its last use that a block is kept; None for ever.
+        renews: whether a use counts; otherwise they count from the store.
         clock: seconds, monotonic.
 
     Attributes:
@@ -149,9 +150,16 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
     """
 
     def __init__(
-        self, servers: Servers, rows: Rows, ttl_s: float | None, clock: Callable[[], float] = time.monotonic
+        self,
+        servers: Servers,
+        rows: Rows,
+        ttl_s: float | None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        renews: bool = True,
     ) -> None:
-        self.losses = BackendLosses(TIER_TYPE, clock, ttl_s)
+        self._renews = renews
+        self.losses = BackendLosses(TIER_TYPE, clock, ttl_s, renews=renews)
         self._servers = servers
         self._rows = rows
         self._ttl_ms = None if ttl_s is None else int(ttl_s * 1000)
@@ -238,6 +246,8 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
             is_fault |= failure in FAULTS and (not is_away or self._servers.is_fault(reply))
             if failure is TierFailure.DAMAGED:
                 damaged.append(target.key)
+            elif failure is TierFailure.FOREIGN:
+                self.losses.on_foreign([target.key])
         self._counters.add(hits=len(succeeded), loaded_bytes=len(succeeded) * self._rows.row_bytes)
         self.losses.on_used(succeeded)
         self.losses.on_damaged(damaged)
@@ -301,7 +311,7 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
 
     def _expiry_commands(self, names: Sequence[bytes]) -> list[Command]:
         """Return the commands that count the expiry of blocks in use from now; for absent ones they do nothing."""
-        if self._ttl_ms is None:
+        if self._ttl_ms is None or not self._renews:
             return []
         ttl = b"%d" % self._ttl_ms
         return [make_command(b"PEXPIRE", name, ttl) for name in names]

@@ -70,7 +70,9 @@ class ValkeyTier(ThreadedTier[ValkeyNamespace], PlaceTier, ProbedTier, MissExpla
         rows = rows_of(primary_kv_view)
         valkey_settings = parse_settings(ValkeySettings, own, f"tier {TIER_TYPE!r}")
         servers = (Cluster if valkey_settings.cluster else SingleServer)(valkey_settings, clock)
-        store = ValkeyBlockStore(servers, rows, valkey_settings.ttl_s, clock)
+        store = ValkeyBlockStore(
+            servers, rows, valkey_settings.ttl_s, clock, renews=valkey_settings.renew_ttl
+        )
         self._losses = store.losses
         super().__init__(
             config,
@@ -103,7 +105,7 @@ class ValkeyTier(ThreadedTier[ValkeyNamespace], PlaceTier, ProbedTier, MissExpla
         self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
     ) -> Miss | None:
         del req_context
-        return self._losses.explain(key)
+        return self.explain_keyless(key) or self._losses.explain(key)
 
     def reset(self, epoch: bytes) -> None:
         super().reset(epoch)

@@ -1,0 +1,60 @@
+"""When blocks in host memory have to go, whatever their use: their time to live counts from the end of their store.
+
+Blocks are kept in the order of their stores, which is that of their ends: a look at the oldest tells whether any is
+over. A block that is pinned when its time ends stays until its transfers have ended; a lease ends with the block.
+
+The clock is monotonic, so no change of the wall clock makes a block older or younger.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+
+from kvtier.base import OffloadKey
+from kvtier.cpu.block_table import BlockListener
+from kvtier.errors import InvariantError
+
+
+class BlockLifetimes(BlockListener):
+    """The time of each block's store, the oldest first.
+
+    Args:
+        ttl_s: seconds that a block lives.
+        clock: seconds, monotonic.
+
+    Attributes:
+        stored_s: the clock's reading at the end of each held block's store.
+    """
+
+    def __init__(self, ttl_s: float, clock: Callable[[], float]) -> None:
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self.stored_s: OrderedDict[OffloadKey, float] = OrderedDict()
+
+    def on_ready(self, keys: Collection[OffloadKey]) -> None:
+        now_s = self._clock()
+        for key in keys:
+            self.stored_s[key] = now_s
+
+    def on_gone(self, keys: Collection[OffloadKey]) -> None:
+        for key in keys:
+            self.stored_s.pop(key, None)
+
+    def on_cleared(self) -> None:
+        self.stored_s.clear()
+
+    def list_expired(self) -> list[OffloadKey]:
+        """Return the blocks whose time is over, oldest first. Visits those that are over and one more."""
+        limit_s = self._clock() - self._ttl_s
+        expired: list[OffloadKey] = []
+        for key, stored_s in self.stored_s.items():
+            if stored_s > limit_s:
+                break
+            expired.append(key)
+        return expired
+
+    def check(self, ready: Collection[OffloadKey]) -> None:
+        """Raise InvariantError when the blocks with a time are not exactly those that are ready."""
+        if self.stored_s.keys() != set(ready):
+            raise InvariantError(
+                f"{len(self.stored_s)} blocks have a time of their store, {len(ready)} are ready"
+            )

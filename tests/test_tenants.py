@@ -1,0 +1,170 @@
+"""Tenants of requests: the setting, the numbers, and the keys that no other tenant makes."""
+
+import hashlib
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.config import parse_settings
+from kvtier.errors import ConfigError, UnknownNameError
+from kvtier.hints.values import parse_hints
+from kvtier.tenants import (
+    NO_TENANT,
+    OTHERS_LABEL,
+    UNNAMED_LABEL,
+    Tenant,
+    Tenants,
+    make_tenants,
+    salt_hash,
+    tenant_number,
+)
+
+TIERS = [{"type": "fs", "root_dir": "/x"}, {"type": "slab", "path": "/y"}]
+
+
+def make(tenants: object, salt: str = "") -> Tenants:
+    found = make_tenants(parse_settings({"tenants": tenants, "tenant_salt": salt, "secondary_tiers": TIERS}))
+    assert found is not None
+    return found
+
+
+def find(tenants: Tenants, params: dict[str, object] | None) -> Tenant | None:
+    return tenants.find(params, parse_hints(params))
+
+
+def test_a_number_is_three_bytes_of_a_digest_and_never_zero() -> None:
+    digest = hashlib.blake2b(b"alice", digest_size=3, person=b"kvtier tenant").digest()
+    assert tenant_number("alice") == int.from_bytes(digest, "big")
+    assert all(0 < tenant_number(str(number)) < 2**24 for number in range(1000))
+
+
+def test_without_the_setting_there_are_no_tenants() -> None:
+    assert make_tenants(parse_settings({})) is None
+
+
+def test_a_listed_tenant_is_found_and_another_is_not_served() -> None:
+    tenants = make({"alice": {}})
+    found = find(tenants, {"tenant": "alice"})
+    assert found is not None
+    assert (found.name, found.number) == ("alice", tenant_number("alice"))
+    assert find(tenants, {"tenant": "bob"}) is None
+    assert find(tenants, {}) is find(tenants, None) is None
+
+
+def test_the_star_serves_others_each_apart_and_requests_without_a_name() -> None:
+    tenants = make({"*": {}})
+    bob, carol = find(tenants, {"tenant": "bob"}), find(tenants, {"tenant": "carol"})
+    assert bob is not None
+    assert carol is not None
+    assert bob.hash_key != carol.hash_key
+    assert find(tenants, {}) == NO_TENANT
+
+
+@pytest.mark.parametrize("name", ["", 5, True, ["alice"], "*", "a" * 129, "\ud800"])
+def test_an_invalid_name_is_not_served_even_with_the_star(name: object) -> None:
+    assert find(make({"*": {}}), {"tenant": name}) is None
+
+
+def test_equal_hashes_of_two_tenants_become_different_ones_of_the_same_length() -> None:
+    tenants = make({"alice": {}, "bob": {}})
+    for length in (1, 8, 16, 32, 64):
+        block_hash = bytes(range(length))
+        hashes = {tenants.make(name).own_hash(block_hash) for name in ("alice", "bob")} | {block_hash}
+        assert {len(one) for one in hashes} == {length}
+        assert length == 1 or len(hashes) == 3
+
+
+def test_the_salt_of_the_engine_changes_every_hash() -> None:
+    plain, salted = make({"alice": {}}).make("alice"), make({"alice": {}}, "secret").make("alice")
+    assert plain.number == salted.number
+    assert plain.hash_key != salted.hash_key
+
+
+@given(
+    st.text(min_size=1, max_size=20), st.text(min_size=1, max_size=20), st.binary(min_size=16, max_size=32)
+)
+def test_no_two_names_share_a_hash(one: str, other: str, block_hash: bytes) -> None:
+    tenants = make({"*": {}})
+    found, second = find(tenants, {"tenant": one}), find(tenants, {"tenant": other})
+    if found is not None and second is not None and one != other:
+        assert found.own_hash(block_hash) != second.own_hash(block_hash)
+
+
+def test_two_configured_names_with_one_number_are_refused_by_name() -> None:
+    seen: dict[int, str] = {}
+    pair = None
+    for name in map(str, itertools.count()):
+        other = seen.setdefault(tenant_number(name), name)
+        if other != name:
+            pair = other, name
+            break
+    assert pair is not None
+    with pytest.raises(ConfigError, match=f"'{pair[1]}'.*'{pair[0]}'"):
+        make({name: {} for name in pair})
+
+
+def test_a_quota_is_a_size_or_one_for_host_memory() -> None:
+    tenants = make({"alice": {"quota_bytes": "1KiB"}, "bob": {"quota_bytes": {"host": "2K"}}, "*": {}})
+    assert tenants.quota_of(tenant_number("alice"), "host") == 1024
+    assert tenants.quota_of(tenant_number("bob"), "host") == 2000
+    assert tenants.quota_of(tenant_number("bob"), "fs") is None
+    assert tenants.quota_of(tenant_number("carol"), "host") is None
+    assert tenants.has_quota("host")
+    assert not make({"alice": {}}).has_quota("host")
+    assert make({"*": {"quota_bytes": 5}}).quota_of(tenant_number("carol"), "host") == 5
+
+
+def test_labels_are_the_listed_names_and_two_more() -> None:
+    tenants = make({"alice": {}, "*": {}})
+    assert tenants.label_of(tenant_number("alice")) == "alice"
+    assert tenants.label_of(tenant_number("bob")) == OTHERS_LABEL
+    assert tenants.label_of(0) == UNNAMED_LABEL
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [],
+        {},
+        5,
+        "alice",
+        {"alice": 5},
+        {"alice": {"quota_bytes": -1}},
+        {"alice": {"quota_bytes": True}},
+        {"alice": {"quota_bytes": "9" * 400}},
+        {"alice": {"quota_bytes": {"host": 0}}},
+        {"alice": {"quota_bytes": {"fs": "1GiB"}}},
+        {"": {}},
+        {5: {}},
+        {"\ud800": {}},
+        {"a" * 129: {}},
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused_in_one_short_line(value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make(value)
+    assert len(str(caught.value)) < 600
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("entry", "name"),
+    [
+        ({"quota": 5}, "quota"),
+        ({"quota_bytes": {"valkey": 5}}, "valkey"),
+        ({"quota_bytes": {"hots": 5}}, "hots"),
+    ],
+)
+def test_an_unknown_setting_or_tier_is_refused_by_name(entry: object, name: str) -> None:
+    with pytest.raises(UnknownNameError, match=name):
+        make({"alice": entry})
+
+
+def test_the_salt_is_in_no_repr() -> None:
+    assert "geheim" not in repr(make({"alice": {}}, "geheim"))
+
+
+def test_a_salted_hash_keeps_its_length() -> None:
+    assert len(salt_hash(b"12345678", b"key")) == 8
