@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import vllm
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as connector_base
 from vllm.platforms import current_platform
@@ -180,6 +181,36 @@ def page_format(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
 def is_on_cpu() -> bool:
     """Return whether the engine computes on the CPU, so that its weights and KV cache are in host memory."""
     return bool(current_platform.is_cpu())
+
+
+def reserved_for_connector(vllm_config: VllmConfig) -> int:
+    """Return how many cores vLLM takes from the workers of a CPU host because there is a connector.
+
+    It does so for connectors with a busy thread of their own, and kvtier has none: before 0.31 one core, from then on
+    one for each worker, on top of one for each worker that it reserves anyway. Only its own binding does so.
+    """
+    if not is_on_cpu() or envs.VLLM_CPU_OMP_THREADS_BIND != "auto":
+        return 0
+    if getattr(envs, "VLLM_CPU_NUM_OF_RESERVED_CPU", None) is not None:
+        return 0
+    return int(vllm_config.parallel_config.local_world_size)
+
+
+def why_prefix_caching_is_off(vllm_config: VllmConfig) -> str:
+    """Return, for the end of a message, why vLLM has switched prefix caching off by itself; empty if it has not.
+
+    On CPUs it does so for MLA without AMX tiles or with the reference backend, and for every model on RISC-V.
+    """
+    if not current_platform.is_cpu():
+        return ""
+    if str(getattr(current_platform.get_cpu_architecture(), "name", "")) == "RISCV":
+        return ". vLLM has switched it off by itself: it does so for every model on a RISC-V CPU"
+    if getattr(vllm_config.model_config, "use_mla", False):
+        return (
+            ". vLLM has switched it off by itself: its attention for MLA on a CPU reuses no prefix unless it has AMX "
+            "tiles and its own backend; serve the model on a CPU with AMX or on a GPU, or leave kvtier out"
+        )
+    return ""
 
 
 def offloaded_weight_bytes(vllm_config: VllmConfig) -> int:

@@ -4,18 +4,23 @@ The results in the scheduler's process and in the workers must be equal except f
 depend only on what vLLM gives to both.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvtier.config import OffloadingConfig
+from kvtier.config import OffloadingConfig, parse_settings
+from kvtier.cpu.policies import create_cache_policy
 from kvtier.engines.vllm import compat
 from kvtier.engines.vllm.groups import first_spec, make_kv_groups
 from kvtier.engines.vllm.host_memory import count_engines, count_host_bytes
 from kvtier.engines.vllm.identity import make_model_identity
-from kvtier.errors import ConfigError, ModelError
+from kvtier.errors import ConfigError, MissingExtraError, ModelError
+from kvtier.factory import DEFAULT_SPEC, TIERING_SPEC
+from kvtier.tenants import make_tenants
+from kvtier.tiering.factory import check_tier_config, require_encryption
 
 ENGINE_KIND = "vllm"
 """Name of this engine in namespaces; another engine has another layout of bytes."""
@@ -109,8 +114,37 @@ def check_supported(vllm_config: VllmConfig) -> None:
     if not has_prefix_caching:
         # vLLM clears the flag for models whose prefixes cannot be reused, and still hashes their blocks.
         remedy = "must be true: a prefix that cannot be reused on the device cannot be reused from a tier"
-        raise ConfigError("enable_prefix_caching", has_prefix_caching, remedy)
+        cause = compat.why_prefix_caching_is_off(vllm_config)
+        raise ConfigError("enable_prefix_caching", has_prefix_caching, f"{remedy}{cause}")
     check_rope(vllm_config.model_config)
+
+
+def check_settings(extra_config: Mapping[str, Any]) -> None:  # Any: JSON of the user
+    """Refuse settings of kvtier that cannot work, as far as they show it without an engine.
+
+    What needs the model's page sizes, or a tier's backend, is found when the connector is built. The settings of a spec
+    of the user's own are left to it.
+
+    Raises:
+        KVTierError: as ``check_before_start`` of the plug-in.
+    """
+    settings = parse_settings(extra_config)
+    if settings.spec_name not in (None, DEFAULT_SPEC, TIERING_SPEC):
+        return
+    if settings.cpu_bytes_to_use is None:
+        remedy = 'is required: host memory over all workers, such as "8GiB", or "auto"'
+        raise ConfigError("cpu_bytes_to_use", settings.cpu_bytes_to_use, remedy)
+    create_cache_policy(settings.eviction_policy, 1)
+    make_tenants(settings)
+    for entry in settings.secondary_tiers:
+        try:
+            name, tier_class, common, _ = check_tier_config(entry)
+        except MissingExtraError:
+            if entry.get("required"):
+                raise
+            continue  # the start goes on without the tier, and says so
+        if settings.encryption is not None:
+            require_encryption(name, tier_class, common)
 
 
 def check_rope(model_config: ModelConfig) -> None:
