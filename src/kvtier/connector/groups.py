@@ -42,6 +42,7 @@ class GroupLayout:
             means the whole prefix.
         num_live_tokens: an engine keeps the device blocks of so many tokens before the end; None means as many as
             ``num_tail_tokens``. A state is kept in the block of the last token, and only there.
+        is_state: whether a block is a recurrent state after its last token, rather than the KV of its tokens.
         block_tokens: tokens in an offloaded block.
     """
 
@@ -51,6 +52,7 @@ class GroupLayout:
     hashes_per_block: int
     num_tail_tokens: int | None
     num_live_tokens: int | None = None
+    is_state: bool = False
     block_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -111,6 +113,7 @@ def make_group_layouts(spec: OffloadingSpec) -> tuple[GroupLayout, ...]:
             hashes_per_block=device_block_tokens * factor // spec.hash_block_size,
             num_tail_tokens=_num_tail_tokens(group),
             num_live_tokens=1 if group.kind is GroupKind.STATE else None,
+            is_state=group.kind is GroupKind.STATE,
         )
         for idx, (device_block_tokens, group) in enumerate(
             zip(spec.gpu_block_size, spec.config.groups, strict=True)

@@ -15,6 +15,7 @@ from functools import partial
 from itertools import takewhile
 
 from kvtier.base import OffloadingSpec, TransferJobId, TransferSpec
+from kvtier.connector.allocations import follow_states, list_written_blocks
 from kvtier.connector.audit import make_audit
 from kvtier.connector.common import (
     BlockRemoved,
@@ -49,12 +50,7 @@ from kvtier.connector.protocols import (
     StepControl,
 )
 from kvtier.connector.request_records import RequestRecords, add_tokens, count_tokens_by_tier, record_request
-from kvtier.connector.request_state import (
-    RequestState,
-    follow_allocations,
-    list_written_blocks,
-    make_state_maker,
-)
+from kvtier.connector.request_state import RequestState, follow_allocations, make_state_maker
 from kvtier.errors import BlockNotReadyError
 from kvtier.histogram import HistogramSnapshot
 from kvtier.log_limit import limit_log_lines
@@ -107,6 +103,8 @@ class OffloadingConnectorScheduler:
         # An isinstance of a protocol is dear, and the answer never changes.
         self._promoting = self.manager if isinstance(self.manager, PromotingManager) else None
         self.layouts = make_group_layouts(spec)
+        has_states = any(layout.is_state for layout in self.layouts)
+        self._follow = follow_states if has_states else follow_allocations
         self.records = RequestRecords(self.layouts, self.manager, clock, wall_clock)
         self._jobs = TransferJobs(spec.config.world_size)
         self.audit = make_audit(spec, self.manager, self._jobs, self.records, clock, self._find_end)
@@ -228,7 +226,7 @@ class OffloadingConnectorScheduler:
         num_scheduled_tokens = scheduler_output.num_scheduled_tokens
         if self._jobs.fenced:
             self._flush(list_written_blocks(self.layouts, self._requests, scheduler_output))
-        follow_allocations(self._requests, scheduler_output)
+        self._follow(self._requests, scheduler_output)
         store_jobs: dict[TransferJobId, TransferJob] = {}
         if self._handshake is not None:
             self._handshake.on_step()
