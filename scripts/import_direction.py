@@ -114,6 +114,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
     "safetensors": ("engines.transformers",),
     "tokenizers": ("cli.live",),
     "vllm": ("engines.vllm", "engines.vllm_plugin"),
+    "sglang": ("engines.sglang",),
     "huggingface_hub": ("engines.vllm",),
     "xxhash": ("tiering.kit.envelope",),
     "cryptography": ("tiering.kit.encryption", "tiering.kit.keyed_names"),

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base as connector_base
 from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 from kvtier.namespace import RANDOM_SEED
@@ -29,6 +30,10 @@ groups these crash the engine, and with a sliding window it goes on from blocks 
 HAS_BLOCK_POOL_HOOK = hasattr(connector_base.KVConnectorBase_V1, "bind_gpu_block_pool")
 """Whether vLLM gives a connector the pool of device blocks. Without it, blocks that a failed load has corrupted while
 their request computed stay in vLLM's prefix cache."""
+
+
+NAMES_KEPT_STATES = "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
+"""From 0.32 on each step names the device blocks that hold a recurrent state at the end of a block."""
 
 
 HitSources = dict[Any, int]  # Any: an enum that releases before 0.32 lack
@@ -175,7 +180,23 @@ def page_format(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     if os.environ.get("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"):
         chosen.append("shuffled")
     backends = " ".join(str(part) for part in chosen if part is not None) or "default"
-    return f"{layout} layout, {backends} attention, {_device_kind()}, vLLM {release()}"
+    parts = [f"{layout} layout", f"{backends} attention", *_state_format(vllm_config, kv_cache_config)]
+    return ", ".join([*parts, _device_kind(), f"vLLM {release()}"])
+
+
+def _state_format(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[str]:
+    """Return what decides the order and the rounding of recurrent states; nothing without such layers. Pure."""
+    if not getattr(kv_cache_config, "has_mamba_layers", False):
+        return []
+    mamba = getattr(vllm_config, "mamba_config", None)
+    kernels = [getattr(mamba, "backend", None), getattr(mamba, "ssu_algorithm", None)]
+    chosen = vllm_config.additional_config if isinstance(vllm_config.additional_config, dict) else {}
+    kernels += [chosen[name] for name in sorted(chosen) if name.endswith("_prefill_backend")]
+    names = [str(getattr(kernel, "name", kernel)).lower() for kernel in kernels if kernel is not None]
+    if getattr(mamba, "enable_stochastic_rounding", False):
+        names.append("stochastic rounding")
+    order = os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT", "SD")
+    return [f"{' '.join(names) or 'default'} states, {order} convolution"]
 
 
 def is_on_cpu() -> bool:
