@@ -25,9 +25,8 @@ from kvtier.cli.place.options import (
     progress_bar,
     read_document,
 )
-from kvtier.cli.place.request_tenants import RequestTenants, find_blocks
+from kvtier.cli.place.request_tenants import RequestTenants, find_tenant
 from kvtier.errors import ConfigError, TierError
-from kvtier.tenants import is_name, tenant_number
 from kvtier.tiering.kit.place import Amount, Place, PlaceBlock, PlaceNamespace
 from kvtier.tiering.places import names_of_place_tiers
 
@@ -210,20 +209,6 @@ def make_selection(
     if used_before_s is None and tenant is None:
         emptied = tuple(one.name for one in known if names is None or one.name in names)
     return Selection(names, used_before_s, emptied, tenant)
-
-
-def find_tenant(place: Place, known: Sequence[PlaceNamespace], tenant: str) -> int | None:
-    """Return the number of a tenant of requests that has blocks in a place; None where there is no such tenant.
-
-    An engine's tag goes first: an engine's own tenant has whole namespaces.
-    """
-    documents = map(read_document, known)
-    if any(document is not None and document.get("tenant") == tenant for document in documents):
-        return None
-    if not is_name(tenant):
-        return None
-    number = tenant_number(tenant)
-    return number if find_blocks(place, known, number) else None
 
 
 def measure(place: Place, selection: Selection) -> Amount:

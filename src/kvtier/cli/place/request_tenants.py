@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from kvtier.base import get_offload_group_idx, get_offload_tenant
 from kvtier.cli.place.options import encrypted_names, read_document
+from kvtier.tenants import is_name, tenant_number
 from kvtier.tiering.kit.place import Opener, Place, PlaceBlock, PlaceNamespace
 
 
@@ -45,10 +46,19 @@ class RequestTenants:
         return get_offload_tenant(key)
 
 
-def find_blocks(place: Place, namespaces: Sequence[PlaceNamespace], number: int) -> bool:
-    """Return whether a tenant of requests has blocks in a place, as far as it can be told."""
-    told = RequestTenants(namespaces, place.opener).told(place.blocks())
-    return any(block.tenant == number for block in told)
+def find_tenant(place: Place, known: Sequence[PlaceNamespace], tenant: str) -> int | None:
+    """Return the number of a tenant of requests that has blocks in a place; None where there is no such tenant.
+
+    An engine's tag goes first: an engine's own tenant has whole namespaces.
+    """
+    documents = map(read_document, known)
+    if any(document is not None and document.get("tenant") == tenant for document in documents):
+        return None
+    if not is_name(tenant):
+        return None
+    number = tenant_number(tenant)
+    told = RequestTenants(known, place.opener).told(place.blocks())
+    return number if any(block.tenant == number for block in told) else None
 
 
 def _count_groups(namespace: PlaceNamespace) -> int:
