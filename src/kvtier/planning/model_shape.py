@@ -219,7 +219,11 @@ class _ConfigReader:
                 )
         num_layers = self._number("num_hidden_layers", "n_layer", "num_layers", "n_layers")
         num_state_layers = self._num_state_layers(num_layers)
-        windows = self._windows(num_layers, num_state_layers)
+        windows = (
+            self._windows_beside_states(num_layers, num_state_layers)
+            if num_state_layers
+            else self._windows(num_layers)
+        )
         dtype, dtype_bytes = self._dtype(kv_dtype)
         num_kv_heads, head_elements = self._heads()
         layer_bytes = num_kv_heads * head_elements * dtype_bytes
@@ -299,13 +303,18 @@ class _ConfigReader:
             raise ConfigError("hidden_size", hidden, remedy)
         return hidden // heads
 
-    def _windows(self, num_layers: int, num_state_layers: int) -> list[int | None]:
-        """Return the window of each attention layer; None for layers that read the whole prompt."""
+    def _windows_beside_states(self, num_layers: int, num_state_layers: int) -> list[int | None]:
+        """Return the window of each attention layer of a hybrid; None for layers that read the whole prompt."""
         kinds = self._config.get("layer_types")
         if kinds is not None:
             return self._windows_of_types(kinds, num_layers)
-        if num_state_layers:
-            return [None] * (num_layers - num_state_layers)
+        return [None] * (num_layers - num_state_layers)
+
+    def _windows(self, num_layers: int) -> list[int | None]:
+        """Return the window of each layer; None for layers that read the whole prompt."""
+        kinds = self._config.get("layer_types")
+        if kinds is not None:
+            return self._windows_of_types(kinds, num_layers)
         for field in (
             "layers_block_type",
             "hybrid_override_pattern",
