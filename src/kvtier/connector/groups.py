@@ -66,6 +66,15 @@ class GroupLayout:
             return None
         return max(1, math.ceil(self.num_tail_tokens / self.block_tokens))
 
+    @property
+    def can_compute_last_token(self) -> bool:
+        """Whether the last token of a loaded prefix can be computed again from what the load has brought.
+
+        A window reads the token in front of its tail then, which is there when it shares a device block with the tail.
+        A state cannot be taken back by a token: its tail is its block.
+        """
+        return self.num_tail_tokens is None or self.num_tail_tokens % self.device_block_tokens != 0
+
     def span(self, first_token: int, end_token: int) -> BlockSpan:
         """Return the blocks to load so that a request can go on after ``end_token`` tokens. Pure.
 

@@ -62,6 +62,7 @@ class SearchState:
 
     Attributes:
         num_local_tokens: tokens found in device memory; None before the first search.
+        max_end_token: where a load ends at the latest, whatever its client says; None before the first search.
         blocking_job: the load, for another request, that this one waits for.
         is_touched: whether its keys were touched since it arrived.
         is_layerwise: whether the last answer lets it compute while its load runs.
@@ -72,6 +73,7 @@ class SearchState:
     """
 
     num_local_tokens: int | None = None
+    max_end_token: int | None = None
     blocking_job: TransferJobId | None = None
     is_touched: bool = False
     is_layerwise: bool = False

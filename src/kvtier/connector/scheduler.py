@@ -35,6 +35,7 @@ from kvtier.connector.metrics import SchedulerCounters, SearchMeter, TransferMet
 from kvtier.connector.planning import iterate_load_keys, list_storable_blocks, offer_blocks, plan_load
 from kvtier.connector.prefix_search import (
     find_loadable_end,
+    find_max_end,
     maximal_prefix_lookup,
     sliding_window_lookup,
     split_by_need,
@@ -48,12 +49,7 @@ from kvtier.connector.protocols import (
     SchedulerOutput,
     StepControl,
 )
-from kvtier.connector.request_records import (
-    RequestRecords,
-    add_tokens,
-    count_tokens_by_tier,
-    record_request,
-)
+from kvtier.connector.request_records import RequestRecords, add_tokens, count_tokens_by_tier, record_request
 from kvtier.connector.request_state import RequestState, follow_allocations, make_state_maker
 from kvtier.errors import BlockNotReadyError
 from kvtier.histogram import HistogramSnapshot
@@ -118,6 +114,8 @@ class OffloadingConnectorScheduler:
         self._maximal_prefix_lookup = partial(maximal_prefix_lookup, self.manager)
         self._sliding_window_lookup = partial(sliding_window_lookup, self.manager)
         self._search_groups = split_by_need(self.layouts)
+        may_compute_last_token = all(layout.can_compute_last_token for layout in self.layouts)
+        self._computes_last_token = spec.config.computes_last_token and may_compute_last_token
         # None without a region, and from the moment on when every worker has reported the scheduler's own.
         self._handshake = make_handshake(spec)
         self._load_jobs: dict[TransferJobId, TransferJob] = {}
@@ -149,7 +147,7 @@ class OffloadingConnectorScheduler:
         Returns:
             How many tokens beyond those can be loaded, and True when the load runs beside the engine's steps and the
             request waits for it; False when none can, or when it is scheduled at once and waits layer by layer. None:
-            call again in the next step. At least one token is left to compute.
+            call again in the next step. At least one token is left, unless the engine ``computes_last_token`` again.
         """
         if self.layerwise is not None and self.layerwise.shares_blocks(request, num_computed_tokens):
             return WAIT
@@ -167,6 +165,9 @@ class OffloadingConnectorScheduler:
         state.search.num_local_tokens = num_computed_tokens
         if self._handshake is not None:
             return WAIT if self._handshake.is_awaited else NOTHING
+        is_layerwise = self.layerwise is not None and self.layerwise.choose(
+            state, can_wait_by_layer=can_wait_by_layer, num_open_loads=self._jobs.num_loads
+        )
         began_s = self._clock()
         end_token = self._find(state, num_computed_tokens)
         self._searches.on_search(state.search, began_s, self._clock(), is_final=end_token is not None)
@@ -174,9 +175,6 @@ class OffloadingConnectorScheduler:
             return WAIT
         if end_token == num_computed_tokens:
             return NOTHING
-        is_layerwise = self.layerwise is not None and self.layerwise.choose(
-            state, can_wait_by_layer=can_wait_by_layer, num_open_loads=self._jobs.num_loads
-        )
         return end_token - num_computed_tokens, not is_layerwise
 
     def update_state_after_alloc(
@@ -396,6 +394,9 @@ class OffloadingConnectorScheduler:
             return num_local_tokens
         # The engine needs a token to compute: without one there is no output to sample from.
         max_end_token = state.request.num_tokens - 1
+        if self._computes_last_token and not state.search.is_layerwise:
+            max_end_token = find_max_end(self._search_groups, state.request.num_tokens, num_local_tokens)
+        state.search.max_end_token = max_end_token
         if state.limits.max_load_tokens is not None:
             max_end_token = min(max_end_token, state.limits.max_load_tokens)
         if self.load_or_compute is not None:

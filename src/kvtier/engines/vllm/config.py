@@ -72,8 +72,19 @@ def make_offloading_config(
         engine_kind=ENGINE_KIND,
         engine_host_bytes=count_host_bytes(vllm_config, kv_cache_config),
         engines_per_host=count_engines(vllm_config),
+        computes_last_token=computes_last_token(vllm_config),
         extra_config=extra_config(vllm_config),
     )
+
+
+def computes_last_token(vllm_config: VllmConfig) -> bool:
+    """Return whether vLLM computes the last token of a prompt again that a load has brought whole. Pure.
+
+    It does so behind every load that ran beside its steps. But the keys that a draft model of the EAGLE kind has for
+    the last token of a block depend on the token behind it, which the block's hash does not cover.
+    """
+    speculative_config = vllm_config.speculative_config
+    return speculative_config is None or not speculative_config.use_eagle()
 
 
 def outlives_engine(vllm_config: VllmConfig) -> bool:
