@@ -107,9 +107,9 @@ def key_fields(side: Side) -> KeyFields:
     adapter = ModelAdapter(side.model)
     config = engine_config(side, Path("/"))
     described: OffloadingConfig = make_offloading_config(adapter, config, config.extra_config or {})
-    block = described.block_size_factor * config.block_size_tokens
+    block = described.block_size_factor * described.hash_block_size
     # The engine's hashes carry its salt. Those peers see the same hashes as kvtier does.
-    hash_prompt: Any = make_prompt_hasher(config.salt, config.block_size_tokens, lambda _num: "")
+    hash_prompt: Any = make_prompt_hasher(config.salt, described.hash_block_size, lambda _num: "")
     return KeyFields(
         model_name=described.model.name,
         dtype=side.model.dtype,

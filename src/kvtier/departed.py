@@ -286,7 +286,7 @@ class Loss(IntEnum):
     """Why a tier no longer has a block; positions in the kinds of ``make_losses``.
 
     EXPIRED is of a tier that removes what has outlived its time to live. Where the backend does that by itself,
-    ``kvtier.tiering.kit.losses`` works it out.
+    ``kvtier.tiering.kit.losses`` works it out. FOREIGN is there and cannot be read by this engine.
     """
 
     EVICTED = 0
@@ -294,6 +294,7 @@ class Loss(IntEnum):
     REMOVED = 2
     EXPIRED = 3
     PURGED = 4
+    FOREIGN = 5
 
 
 def make_losses(tier: str, max_blocks: int, clock: Callable[[], float]) -> DepartedBlocks:
@@ -311,5 +312,6 @@ def make_losses(tier: str, max_blocks: int, clock: Callable[[], float]) -> Depar
         removed,
         Miss(MissCause.EXPIRED, tier),
         Miss(MissCause.PURGED, tier),
+        Miss(MissCause.LOAD_FAILED, tier, MappingProxyType({"reason": "of another version or key"})),
     )
     return DepartedBlocks(max_blocks, clock, kinds)

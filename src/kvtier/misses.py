@@ -25,6 +25,9 @@ NO_DETAIL: Detail = MappingProxyType({})
 UNKNOWN_TENANT_REASON = "tenant unknown"
 """The detail "reason" of ``MissCause.LIMITED`` where a request's tenant is not served."""
 
+NO_KEY_REASON = "no key"
+"""The same where an encrypted tier has no key for the tenant of a block."""
+
 DEVICE_ORIGIN = "device"
 """The origin of tokens that device memory held."""
 

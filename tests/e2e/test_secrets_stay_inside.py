@@ -3,9 +3,12 @@
 import json
 import logging
 import traceback
-from collections.abc import Iterable, Iterator
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import Any
 
@@ -15,13 +18,21 @@ import pytest
 pytest.importorskip("redis", reason="the valkey tier needs redis-py: pip install 'kvtier[valkey]'")
 pytest.importorskip("obstore", reason="the obj tier needs obstore: pip install 'kvtier[obj]'")
 
+from tests.connector.fakes import FakeBlocks, FakeRequest, FakeStep, hash_tokens
+from tests.observe.controlled import GUARD_S, Background
 from tests.tiering.test_spec import make_config
 from tests.tiering.valkey.scripted import ScriptedServer
 
 from kvtier.base import JobId, OffloadKey, ReqContext
 from kvtier.cli.main import main
 from kvtier.config import OffloadingConfig
+from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.errors import KVTierError
+from kvtier.observe import serve_metrics
+from kvtier.observe.control import EngineControl
+from kvtier.observe.control_client import EngineConnection
+from kvtier.observe.control_server import ControlServer
+from kvtier.observe.control_wire import make_control_folder
 from kvtier.testing.tier_suite import key_of, make_rows
 from kvtier.tiering.base import JobMetadata, JobResult, ReachableTier, SecondaryTierManager, TierSettings
 from kvtier.tiering.factory import create_secondary_tier
@@ -103,6 +114,50 @@ class Echo(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
+CONTROL_MESSAGES: tuple[dict[str, Any], ...] = (
+    {"do": "hello"},
+    {"do": "stats"},
+    {"do": "recent"},
+    {"do": "prefetch", "token_ids": list(range(40))},
+    {"do": "pin", "token_ids": list(range(40))},
+    {"do": "unpin", "all": True},
+    {"do": "drain"},
+    {"do": "purge"},
+    {"do": "resume"},
+    {"do": MARK[:1]},
+)
+"""What a client may ask an engine for, and what it may not."""
+
+CONTROL_COMMANDS = (
+    ["why"],
+    ["why", "--json"],
+    ["stats"],
+    ["recent"],
+    ["audit"],
+    ["top", "--once"],
+    ["drain", "--timeout", "5"],
+)
+"""Commands about a living engine."""
+
+
+def ask(path: Path, message: dict[str, Any]) -> object:
+    """Return the reply of an engine, or why there is none."""
+    arguments = dict(message)
+    try:
+        with EngineConnection(path) as connection:
+            return connection.ask(arguments.pop("do"), GUARD_S, **arguments)
+    except KVTierError as error:
+        return everything(error)
+
+
+def beside(half: OffloadingConnectorScheduler, call: Callable[[], object]) -> object:
+    """Make a client's call while the engine makes steps."""
+    client = Background(call)
+    while client.is_running:
+        half.build_connector_meta(FakeStep())
+    return client.join()
+
+
 @pytest.fixture
 def entries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[dict[str, Any]]]:
     """Tiers whose settings and environment have the secret, and whose servers repeat it."""
@@ -158,6 +213,42 @@ def test_through_a_start_failures_numbers_and_files(
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert any(path.name == "namespace.json" for path in files)
     assert not [path for path in files if MARK.encode() in path.read_bytes() or MARK in str(path)]
+
+
+def test_through_the_control_socket_its_commands_and_the_metrics_page(
+    entries: list[dict[str, Any]], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("prometheus_client", reason="needs prometheus-client: pip install 'kvtier[observe]'")
+    name = "secrets-live"
+    config = make_config(None, name, secondary_tiers=entries, tenant_salt=MARK)
+    spec = TieringOffloadingSpec(config)
+    with TemporaryDirectory(prefix="kvtier-") as folder, monkeypatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", folder)  # clients find the engine there, and none of others
+        sockets = make_control_folder()
+        control = EngineControl(config, hash_tokens)
+        control.listen(lambda handler: ControlServer(sockets, name, handler))
+        half = OffloadingConnectorScheduler(spec, control=control)
+        for number in range(3):
+            request = FakeRequest(f"{number}", list(range(40)), {"cache_salt": MARK})
+            half.get_num_new_matched_tokens(request, 0)
+            half.update_state_after_alloc(request, FakeBlocks(([0, 1, 2],)), 0)
+            half.request_finished(request)
+            half.build_connector_meta(FakeStep())
+        with serve_metrics(half, 0) as server, urllib.request.urlopen(server.url) as page:  # noqa: S310 - our own
+            said = [page.read().decode()]
+        for message in CONTROL_MESSAGES:
+            said += [repr(beside(half, partial(ask, sockets / f"{name}.sock", message)))]
+        for words in CONTROL_COMMANDS:
+            beside(half, partial(main, [words[0], name, *words[1:]]))
+        beside(half, partial(main, ["ps"]))
+        half.shutdown()
+    spec.shutdown()
+
+    found = capfd.readouterr()
+    assert "kvtier_tier_breaker_open" in said[0]
+    assert "120 prompt tokens" in found.out
+    assert "telling" in found.out
+    assert MARK not in found.out + found.err + "".join(said)
 
 
 def test_where_the_tier_is_required(entries: list[dict[str, Any]]) -> None:

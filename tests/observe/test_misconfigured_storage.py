@@ -3,8 +3,6 @@
 import contextlib
 import errno
 import os
-import shutil
-import subprocess
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +18,7 @@ from tests.observe.site import (
     not_stored_now,
     serve_again,
 )
+from tests.tiering.disks import small_disk_at
 
 from kvtier.base import OffloadKey, get_offload_group_idx
 from kvtier.config import GroupKind, KVGroup
@@ -47,17 +46,8 @@ class ShortGroupPolicy(LRUCachePolicy, AdmissionControl):
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of one MiB, where this user may mount one."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount, umount = shutil.which("mount"), shutil.which("umount")
-    if mount is None or umount is None:
-        pytest.skip("there is no mount command here")
-    command = [mount, "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
-    yield folder
-    subprocess.run([umount, str(folder)], check=True)
+    with small_disk_at(tmp_path / "disk") as folder:
+        yield folder
 
 
 def test_a_disk_that_other_data_fills_is_named(small_disk: Path, make_site: MakeSite) -> None:

@@ -1,6 +1,6 @@
 """What to do about a cause of computed tokens: one text for each cause, and for each reason of ``not_stored``."""
 
-from kvtier.misses import UNKNOWN_TENANT_REASON, Miss, MissCause, NotStored
+from kvtier.misses import NO_KEY_REASON, UNKNOWN_TENANT_REASON, Miss, MissCause, NotStored
 
 REMEDIES: dict[MissCause, str] = {
     MissCause.NEVER_SEEN: (
@@ -97,6 +97,11 @@ UNKNOWN_TENANT_REMEDY = (
     'The request names no tenant that the setting tenants lists: add its name, or "*" for all others.'
 )
 
+NO_KEY_REMEDY = (
+    "The ring of the encrypted tier has no key for the tenant: his was dropped, or he never had one. "
+    "kvtier keys list shows the ring, kvtier keys rotate --tenant gives him a key."
+)
+
 FIELD_REMEDIES = (
     ("epoch", "A reset began a new epoch: blocks from before it are never used again."),
     ("tenant", "Tenants do not share blocks: give engines that may share the same tenant_salt."),
@@ -117,6 +122,8 @@ def remedy_of(miss: Miss) -> str:
         return NOT_STORED_REMEDIES[NotStored(miss.detail["reason"])]
     if miss.cause is MissCause.LIMITED and miss.detail.get("reason") == UNKNOWN_TENANT_REASON:
         return UNKNOWN_TENANT_REMEDY
+    if miss.cause is MissCause.LIMITED and miss.detail.get("reason") == NO_KEY_REASON:
+        return NO_KEY_REMEDY
     if miss.cause is MissCause.OTHER_NAMESPACE:
         fields = list_fields(miss)
         named = [text for part, text in FIELD_REMEDIES if any(part in field for field in fields)]

@@ -30,7 +30,7 @@ FILE_TIER = "slab"
 
 FORMS = (
     "must be a directory (fs), a file (slab), a URL such as s3://bucket, file:///folder (obj), redis://host "
-    '(valkey) or mooncake://host:port, or a tier as in secondary_tiers: {"type": "obj", "url": ...}'
+    '(valkey), or a tier as in secondary_tiers: {"type": "mooncake", "master": ..., "allow_any_interface": true}'
 )
 
 

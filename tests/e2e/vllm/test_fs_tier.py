@@ -1,5 +1,6 @@
 """What one engine has written to disk is found by its successor, and by another engine beside it."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,16 @@ def test_a_restarted_engine_is_answered_from_disk(
     assert stats["connector.loaded_tokens.fs"] == 4 * WHOLE_TOKENS
 
 
-def test_two_engines_share_a_directory_while_both_run(
+def test_two_engines_with_one_key_ring_share_a_directory_while_both_run(
     llama: str, llama_controls: Controls, tmp_path: Path
 ) -> None:
-    options = EngineOptions(llama, settings_with(tmp_path / "blocks"))
+    pytest.importorskip("cryptography", reason="pip install 'kvtier[encryption]'")
+    from kvtier.tiering.kit.key_ring import add_entry, make_ring, write_ring
+
+    ring = tmp_path / "ring.json"
+    write_ring(ring, add_entry(make_ring(), None, 1.0), is_new=True)
+    encryption = {"key_file": str(ring)}
+    options = EngineOptions(llama, settings_with(tmp_path / "blocks", encryption=encryption))
     with EngineProcess(options) as engine, EngineProcess(options) as other:
         engine.call("generate_in_turn", PROMPTS[:2], GREEDY)
         other.call("generate_in_turn", PROMPTS[2:], GREEDY)
@@ -66,6 +73,8 @@ def test_two_engines_share_a_directory_while_both_run(
     assert_same([*others, *answers], llama_controls.in_turn[:4])
     assert [answer.num_cached_tokens for answer in [*answers, *others]] == [WHOLE_TOKENS] * 4
     assert stats["connector.loaded_tokens.fs"] == 2 * WHOLE_TOKENS
+    (namespace,) = (tmp_path / "blocks").glob("*/namespace.json")
+    assert json.loads(namespace.read_text())["encryption"]
 
 
 def test_a_tier_that_fails_every_third_load_costs_hits_and_no_answer(

@@ -102,7 +102,7 @@ def make_llama(rope: str) -> PreTrainedModel:
     # A dynamic rope takes the length of the training from here, and nothing else reads it.
     length = ORIGINAL_LENGTH if rope == "dynamic" else 4 * ORIGINAL_LENGTH
     parameters = {"rope_theta": 10_000.0, **ROPES[rope]}
-    return _build(
+    return build_model(
         LlamaForCausalLM,
         LlamaConfig,
         {**SIZES, "rope_parameters": parameters, "max_position_embeddings": length},
@@ -114,7 +114,7 @@ def make_phi3() -> PreTrainedModel:
     sizes = {name: value for name, value in SIZES.items() if name != "head_dim"}
     parameters = {"rope_theta": 10_000.0, **ROPES["longrope"]}
     del parameters["factor"]
-    return _build(
+    return build_model(
         Phi3ForCausalLM,
         Phi3Config,
         {
@@ -129,7 +129,7 @@ def make_phi3() -> PreTrainedModel:
 def make_gemma3(full_attention: str = "linear", *, is_bidirectional: bool = False) -> PreTrainedModel:
     """Return a Gemma-3 with windows, whose kinds of layers have ropes of their own."""
     length = ORIGINAL_LENGTH if full_attention == "dynamic" else 4 * ORIGINAL_LENGTH
-    return _build(
+    return build_model(
         Gemma3ForCausalLM,
         Gemma3TextConfig,
         {
@@ -149,12 +149,12 @@ def make_gemma3(full_attention: str = "linear", *, is_bidirectional: bool = Fals
 
 def make_mistral() -> PreTrainedModel:
     """Return a model whose every layer has a sliding window."""
-    return _build(MistralForCausalLM, MistralConfig, {**SIZES, "sliding_window": 20})
+    return build_model(MistralForCausalLM, MistralConfig, {**SIZES, "sliding_window": 20})
 
 
 def make_llama4() -> PreTrainedModel:
     """Return a model with chunked attention, layers without rope, and queries scaled by position."""
-    return _build(
+    return build_model(
         Llama4ForCausalLM,
         Llama4TextConfig,
         {
@@ -173,30 +173,32 @@ def make_llama4() -> PreTrainedModel:
 
 def make_gemma(*, is_bidirectional: bool) -> PreTrainedModel:
     """Return a Gemma, with the flag that makes an encoder of it."""
-    return _build(GemmaForCausalLM, GemmaConfig, {**SIZES, "use_bidirectional_attention": is_bidirectional})
+    return build_model(
+        GemmaForCausalLM, GemmaConfig, {**SIZES, "use_bidirectional_attention": is_bidirectional}
+    )
 
 
 def make_bloom() -> PreTrainedModel:
     """Return a model without positions but for the biases of ALiBi."""
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 48, "n_layer": 3, "n_head": 4, "initializer_range": 0.2}
     ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    return _build(BloomForCausalLM, BloomConfig, sizes | ids | {"tie_word_embeddings": False})
+    return build_model(BloomForCausalLM, BloomConfig, sizes | ids | {"tie_word_embeddings": False})
 
 
 def make_bert(*, is_decoder: bool) -> PreTrainedModel:
     """Return a BERT with a language head, causal or not."""
-    return _build(BertLMHeadModel, BertConfig, {**BERT_SIZES, "is_decoder": is_decoder})
+    return build_model(BertLMHeadModel, BertConfig, {**BERT_SIZES, "is_decoder": is_decoder})
 
 
 def make_roberta(*, is_decoder: bool) -> PreTrainedModel:
     """Return a RoBERTa with a language head, causal or not."""
-    return _build(RobertaForCausalLM, RobertaConfig, {**BERT_SIZES, "is_decoder": is_decoder})
+    return build_model(RobertaForCausalLM, RobertaConfig, {**BERT_SIZES, "is_decoder": is_decoder})
 
 
 def make_gemma3_with_images() -> PreTrainedModel:
     """Return a Gemma-3 whose image tokens see each other."""
     text = {**SIZES, "query_pre_attn_scalar": 12, "sliding_window": 16}
-    return _build(
+    return build_model(
         Gemma3ForConditionalGeneration,
         Gemma3Config,
         {
@@ -213,7 +215,7 @@ def make_gemma3_with_images() -> PreTrainedModel:
 
 def make_paligemma() -> PreTrainedModel:
     """Return a PaliGemma, whose whole prompt sees itself."""
-    return _build(
+    return build_model(
         PaliGemmaForConditionalGeneration,
         PaliGemmaConfig,
         {
@@ -237,10 +239,11 @@ def make_bart() -> PreTrainedModel:
         "encoder_ffn_dim": 16,
         "decoder_ffn_dim": 16,
     }
-    return _build(BartForConditionalGeneration, BartConfig, sizes)
+    return build_model(BartForConditionalGeneration, BartConfig, sizes)
 
 
-def _build(model: type, config: type, settings: Mapping[str, object]) -> PreTrainedModel:
+def build_model(model: type, config: type, settings: Mapping[str, object]) -> PreTrainedModel:
+    """Return a model with seeded weights, in evaluation mode."""
     torch.manual_seed(0)
     built = model(
         config(**cast("Any", dict(settings)))

@@ -68,7 +68,7 @@ class TamperingDriver:
 
 
 def zero_block(pages: PagedKVCache, block_ids: list[int], index: int) -> None:
-    pages._pages[block_ids[index]].zero_()
+    pages.pages[block_ids[index]].zero_()
 
 
 def swap_block(pages: PagedKVCache, block_ids: list[int], index: int) -> None:
@@ -76,9 +76,9 @@ def swap_block(pages: PagedKVCache, block_ids: list[int], index: int) -> None:
 
     Two blocks of one prefix may change places unseen: keys carry positions, and attention sums over a set.
     """
-    foreign = next(number for number in range(len(pages._pages)) if number not in block_ids)
-    assert pages._pages[foreign].any()
-    pages._pages[block_ids[index]].copy_(pages._pages[foreign])
+    foreign = next(number for number in range(len(pages.pages)) if number not in block_ids)
+    assert pages.pages[foreign].any()
+    pages.pages[block_ids[index]].copy_(pages.pages[foreign])
 
 
 @pytest.mark.parametrize("tamper", [zero_block, swap_block])

@@ -2,6 +2,7 @@
 
 import torch
 
+from kvtier.engines.transformers.block_sizes import BlockSizes
 from kvtier.engines.transformers.model_adapter import KVShape, LayerShape
 from kvtier.engines.transformers.paged_cache import PagedKVCache
 from kvtier.engines.transformers.sequence_cache import SequenceCache
@@ -27,7 +28,7 @@ def assert_equal_up_to(one: SequenceCache, other: SequenceCache, num_tokens: int
 
 
 def test_a_sequence_survives_the_pages() -> None:
-    pages = PagedKVCache(SHAPE, 8, 4)
+    pages = PagedKVCache(SHAPE, 8, BlockSizes(4))
     source, target = make_sequence(14), SequenceCache(SHAPE)
     pages.scatter(source, 0, [5, 2])
     pages.scatter(source, 2, [7])
@@ -36,7 +37,7 @@ def test_a_sequence_survives_the_pages() -> None:
 
 
 def test_a_prefix_may_end_within_a_block() -> None:
-    pages = PagedKVCache(SHAPE, 8, 4)
+    pages = PagedKVCache(SHAPE, 8, BlockSizes(4))
     source, target = make_sequence(8), make_sequence(3)
     pages.scatter(source, 0, [0, 1])
     pages.gather([0, 1], target, 7)
@@ -45,12 +46,12 @@ def test_a_prefix_may_end_within_a_block() -> None:
 
 def test_gathering_nothing_empties_the_sequence() -> None:
     target = make_sequence(3)
-    PagedKVCache(SHAPE, 2, 4).gather([], target, 0)
+    PagedKVCache(SHAPE, 2, BlockSizes(4)).gather([], target, 0)
     assert target.num_tokens == 0
 
 
 def test_the_canonical_tensor_is_the_pool_itself() -> None:
-    pages = PagedKVCache(SHAPE, 3, 4)
+    pages = PagedKVCache(SHAPE, 3, BlockSizes(4))
     (tensor,) = pages.canonical.tensors
     token_bytes = 4 * (2 * 3 + 1 * 5 + 1 * 4 + 2 * 2)
     assert tensor.tensor.shape == (3, 4 * token_bytes)

@@ -209,6 +209,11 @@ class StockEngine:
         """Return where the rows have a name."""
         return SHARED_MEMORY / f"vllm_offload_{self.spec.config.engine_id}.mmap"
 
+    def reset(self) -> None:
+        """Reset the manager as vLLM's scheduler does; from 0.33 on it also reports when workers are done."""
+        self.manager.reset_cache()
+        getattr(self.manager, "on_reset_flushed", lambda: None)()
+
     def push_out(self, num_blocks: int = 8) -> None:
         """Fill the primary tier with other blocks, whose cascades end."""
         first = 1_000_000 + 1000 * self._num_requests

@@ -427,8 +427,11 @@ def test_what_was_stored_is_loaded_into_the_kv_caches_that_come_after_a_sleep(en
     expected = [pages(engine, block) for block in (1, 2, 3)]
 
     engine.worker.unregister_kv_caches()
-    engine.kv_caches = {name: torch.zeros(NUM_BLOCKS, 2, 16, 16) for name in "ab"}
-    engine.worker.restore_kv_caches(engine.kv_caches)
+    engine.worker.unregister_kv_caches()
+    for cache in engine.kv_caches.values():
+        cache.zero_()  # what was in device memory does not come back
+    engine.worker.restore_kv_caches()
+    engine.worker.restore_kv_caches()
     _, answers = engine.load(engine.request("second", PROMPT), [[4, 5, 2, 3]])
 
     assert (answers.finished, answers.invalid_blocks) == (["second"], set())

@@ -177,7 +177,7 @@ def test_a_setting_that_cannot_work_is_refused_at_start(tmp_path: Path) -> None:
 def test_after_a_reset_nothing_old_is_found_and_the_tier_goes_on(tmp_path: Path) -> None:
     with StockEngine([fs(tmp_path)]) as engine:
         engine.store([1, 2])
-        engine.manager.reset_cache()
+        engine.reset()
         assert engine.load([1, 2]) == 0
         engine.store([2, 3])
         engine.push_out()
@@ -189,7 +189,7 @@ def test_after_a_reset_nothing_old_is_found_and_the_tier_goes_on(tmp_path: Path)
 def test_a_reset_waits_for_transfers_in_flight() -> None:
     with StockEngine([own("KVTierExample", simulate_async=True)]) as engine:
         engine.store([1, 2])
-        engine.manager.reset_cache()
+        engine.reset()
         assert not engine.manager.has_pending_work()
         assert engine.store(range(10, 18))
 

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.tiering.disks import BROKEN, NO_ROOM, FailingWrites
 from tests.tiering.fs.conftest import StartTier
 
 from kvtier.testing.power_loss import explain_no_mount
 from kvtier.testing.tier_suite import ROW_BYTES
 from kvtier.tiering.fs.shared_usage import SharedUsage, unpack_record
-from kvtier.tiering.fs.system import Buffers, SystemCalls, current_owner
+from kvtier.tiering.fs.system import SystemCalls, current_owner
 
 BLOCK_BYTES = ROW_BYTES + 4096
 
@@ -103,23 +104,17 @@ def test_a_count_whose_closing_fails_leaks_no_room(tmp_path: Path, monkeypatch: 
 def test_a_full_disk_is_said_once_and_declined_and_used_again_when_it_has_room(
     start_tier: StartTier, caplog: pytest.LogCaptureFixture
 ) -> None:
-    is_full = False
-
-    def write(fd: int, buffers: Buffers, offset: int) -> int:
-        if is_full:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return os.pwritev(fd, buffers, offset)
-
-    driver = start_tier(calls=SystemCalls(pwritev=write))
+    writes = FailingWrites()
+    driver = start_tier(calls=SystemCalls(pwritev=writes.pwritev))
     driver.store([1])
-    is_full = True
+    writes.error = NO_ROOM
     for number in range(2, 8):
         result = driver.store([number])
         assert (result.success, result.is_fault) == (False, False)
     assert [
         "no room although capacity_bytes is not reached" in record.message for record in caplog.records
     ] == [True]
-    is_full = False
+    writes.error = 0
     assert driver.store([9]).success
     assert "works again" in caplog.records[-1].message
     assert len(caplog.records) == 2
@@ -128,18 +123,12 @@ def test_a_full_disk_is_said_once_and_declined_and_used_again_when_it_has_room(
 def test_stores_that_the_system_refuses_are_said_once(
     start_tier: StartTier, caplog: pytest.LogCaptureFixture
 ) -> None:
-    is_broken = False
-
-    def write(fd: int, buffers: Buffers, offset: int) -> int:
-        if is_broken:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return os.pwritev(fd, buffers, offset)
-
-    driver = start_tier(calls=SystemCalls(pwritev=write))
-    is_broken = True
+    writes = FailingWrites()
+    driver = start_tier(calls=SystemCalls(pwritev=writes.pwritev))
+    writes.error = BROKEN
     assert all(driver.store([number, number + 1]).is_fault for number in range(10, 40))
     assert len(caplog.records) == 1
-    is_broken = False
+    writes.error = 0
     assert driver.store([1]).success
     assert "works again" in caplog.records[-1].message
 

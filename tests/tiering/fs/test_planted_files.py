@@ -1,7 +1,9 @@
 """What another program puts under a block's name, or in place of a folder, hangs no thread and escapes no limit."""
 
+import itertools
 import os
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +11,8 @@ import pytest
 from tests.tiering.fs.conftest import StartTier
 
 from kvtier.testing.tier_suite import ROW_BYTES, TierDriver
-from kvtier.tiering.fs.system import REAL_CALLS, SystemCalls
+from kvtier.tiering.fs.block_file import BlockFiles, FileSupport
+from kvtier.tiering.fs.system import REAL_CALLS, SystemCalls, current_owner
 
 BLOCK_BYTES = ROW_BYTES + 4096
 
@@ -120,6 +123,42 @@ def test_a_link_that_takes_a_namespaces_place_under_a_living_tier_is_refused_too
     driver.poll_until(lambda: not driver.lookup(1))
     assert not driver.store([2]).success
     assert len(list(elsewhere.rglob("*.kv"))) == 1
+
+
+@pytest.mark.parametrize("level", ["*/0", "*/0/0"])
+def test_a_link_that_takes_a_folder_s_place_under_a_living_tier_is_noticed_within_a_check(
+    start_tier: StartTier, root: Path, tmp_path: Path, level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = start_tier(negative_ttl_s=0.0)
+    driver.store([1])
+    (folder,) = {path for path in root.glob(level) if path.is_dir()}
+    elsewhere = tmp_path / "elsewhere"
+    folder.rename(elsewhere)
+    folder.symlink_to(elsewhere)
+    numbers = itertools.count(2)
+
+    driver.poll_until(lambda: not driver.store([next(numbers)]).success)
+
+    num_elsewhere = len(list(elsewhere.rglob("*.kv")))
+    assert not driver.store([next(numbers)]).success
+    assert len(list(elsewhere.rglob("*.kv"))) == num_elsewhere
+    assert [record.message for record in caplog.records if "link" in record.message]
+    folder.unlink()
+    driver.poll_until(lambda: driver.store([1]).success)
+    assert driver.load_right([1]) == {1}
+
+
+@pytest.mark.parametrize("calls", [REAL_CALLS, SystemCalls()], ids=["compiled", "stepwise"])
+def test_no_file_is_written_behind_a_link_that_has_just_taken_its_folder_s_place(
+    tmp_path: Path, calls: SystemCalls
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "folder").symlink_to(tmp_path / "elsewhere")
+    support = FileSupport(has_direct_io=False, has_unnamed_files=True)
+    files = BlockFiles(support, tmp_path, current_owner(), 0o600, calls, time.time)
+    (answer,) = files.publish([(f"{tmp_path}/folder/a.kv", (memoryview(b"x" * 10),), None)])
+    assert isinstance(answer, OSError)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_the_directory_itself_may_be_a_link(start_tier: StartTier, root: Path, tmp_path: Path) -> None:

@@ -3,12 +3,12 @@
 import errno
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.tiering.disks import small_disk_at
 from tests.tiering.fs.conftest import HANG_GUARD_S, StartTier
 
 from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, TierDriver, content_of, key_of
@@ -328,17 +328,8 @@ def test_a_job_larger_than_the_capacity_stores_what_fits(start_tier: StartTier, 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of one MiB, where this user may mount one."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount, umount = shutil.which("mount"), shutil.which("umount")
-    if mount is None or umount is None:
-        pytest.skip("there is no mount command here")
-    command = [mount, "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
-    yield folder
-    subprocess.run([umount, str(folder)], check=True)
+    with small_disk_at(tmp_path / "disk") as folder:
+        yield folder
 
 
 def test_a_full_disk_evicts_or_declines_and_what_is_there_stays_right(

@@ -1,17 +1,17 @@
 """A slab that another program deletes, replaces or cuts costs its blocks and one line; the tier goes on by itself."""
 
-import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.tiering.disks import BROKEN, FailingWrites
 from tests.tiering.slab.conftest import StartTier, capacity_of
 
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import NUM_ROWS
 from kvtier.tiering.slab.reopening import CHECK_S
-from kvtier.tiering.slab.slab_file import Buffers, SystemCalls
+from kvtier.tiering.slab.slab_file import SystemCalls
 
 Lose = Callable[[Path], object]
 
@@ -120,18 +120,12 @@ def test_a_folder_that_goes_is_said_once_and_the_file_is_made_when_it_is_back(
 
 
 def test_a_disk_that_fails_is_said_once(start_tier: StartTier, caplog: pytest.LogCaptureFixture) -> None:
-    is_broken = False
-
-    def write(fd: int, buffers: Buffers, offset: int) -> int:
-        if is_broken:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return os.pwritev(fd, buffers, offset)
-
-    driver = start_tier(calls=SystemCalls(pwritev=write))
-    is_broken = True
+    writes = FailingWrites()
+    driver = start_tier(calls=SystemCalls(pwritev=writes.pwritev))
+    writes.error = BROKEN
     assert all(driver.store([number, number + 1]).is_fault for number in range(10, 40))
     assert len(caplog.records) == 1
-    is_broken = False
+    writes.error = 0
     driver.poll_until(lambda: driver.store([1]).success)
     assert "works again" in caplog.records[-1].message
 

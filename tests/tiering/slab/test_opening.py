@@ -70,7 +70,7 @@ def test_a_file_of_somebody_else_is_refused_and_not_touched(
     assert open_fds(path) == 0
 
 
-@pytest.mark.parametrize("change", ["capacity", "rows", "version"])
+@pytest.mark.parametrize("change", ["larger capacity", "smaller capacity", "rows", "version"])
 def test_a_slab_of_another_geometry_is_emptied_with_one_line(
     start_tier: StartTier, path: Path, caplog: pytest.LogCaptureFixture, change: str
 ) -> None:
@@ -78,8 +78,10 @@ def test_a_slab_of_another_geometry_is_emptied_with_one_line(
     driver.store([1, 2])
     end(driver)
     options: dict[str, object] = {}
-    if change == "capacity":
-        options["capacity_bytes"] = capacity_of(32)
+    if change == "larger capacity":
+        options["capacity_bytes"] = capacity_of(65)
+    elif change == "smaller capacity":
+        options |= {"capacity_bytes": capacity_of(32), "allow_shrink": True}
     else:
         geometry = SlabGeometry(4096 if change == "rows" else ROW_BYTES, 64)
         page = pack_superblock(geometry)
@@ -96,6 +98,39 @@ def test_a_slab_of_another_geometry_is_emptied_with_one_line(
     assert driver.tier.stats()["indexed_blocks"] == 0
     assert not driver.load([1]).success
     assert driver.store([1]).success
+
+
+@pytest.mark.parametrize("capacity_bytes", [capacity_of(63), capacity_of(1)])
+def test_a_capacity_below_what_is_there_is_refused_and_the_blocks_stay(
+    start_tier: StartTier, path: Path, capacity_bytes: int
+) -> None:
+    driver = start_tier()
+    driver.store([1, 2])
+    end(driver)
+    with pytest.raises(ConfigError, match=f"the {capacity_of(64)} bytes of the slab that is there") as caught:
+        start_tier(capacity_bytes=capacity_bytes)
+    assert caught.value.setting == "capacity_bytes"
+    assert '"allow_shrink": true' in str(caught.value)
+    (finding,) = SlabTier.probe({"path": str(path), "capacity_bytes": capacity_bytes})
+    assert not finding.is_good
+    assert '"allow_shrink": true' in finding.text
+    assert open_fds(path) == 0
+    assert start_tier().load_right([1, 2]) == {1, 2}
+
+
+def test_an_engine_with_other_rows_may_use_as_much_and_no_less(start_tier: StartTier, path: Path) -> None:
+    end(start_tier())
+    with pytest.raises(ConfigError, match="whose blocks would be lost"):
+        start_tier(row_bytes=2 * ROW_BYTES, capacity_bytes=capacity_of(40))
+    assert start_tier(row_bytes=2 * ROW_BYTES).store([1]).success
+
+
+def test_a_joiner_with_a_small_capacity_is_refused_by_the_lock(start_tier: StartTier, path: Path) -> None:
+    driver = start_tier()
+    driver.store([1])
+    with pytest.raises(TierError, match="belongs to an engine that is running"):
+        start_tier(capacity_bytes=capacity_of(2), allow_shrink=True)
+    assert driver.load_right([1]) == {1}
 
 
 def test_a_slab_whose_room_was_not_all_reserved_gets_the_rest(start_tier: StartTier, path: Path) -> None:

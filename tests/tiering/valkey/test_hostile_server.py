@@ -172,6 +172,7 @@ MARVELLOUS_MAPS = {
     "10^6 nodes": b"*1000000\r\n" + slot_range(0, 0, b"here", 1) * 1000,
     "too many nodes": array(*(slot_range(slot, slot, b"h%d" % slot, 1) for slot in range(MAX_NODES + 1))),
     "gigabytes": b"$5000000000\r\n",
+    "a megabyte of ranges": array(*(slot_range(slot, slot, b"h" * 60, 1) for slot in range(16_384))),
     "no slots": array(),
     "a refusal": b"-ERR This instance has cluster support disabled\r\n",
     "a sentence": b"-sesame marker\r\n",
@@ -229,6 +230,28 @@ def test_a_node_without_a_name_is_where_the_one_is_that_was_asked(
     node: list[object], address: Address
 ) -> None:
     assert mapped([[0, 2, node], [9, 9, node]]) == dict.fromkeys((0, 1, 2, 9), address)
+
+
+def test_the_map_of_a_thousand_nodes_with_long_names_fits(serve: Serve, clock: ManualClock) -> None:
+    ranges = []
+    for first in range(0, 16_384, 8):
+        nodes = [
+            array(
+                bulk(b"valkey-node-%04d.valkey-headless.production.svc.cluster.local" % node),
+                number(16_379),
+                bulk(b"f" * 40),
+                array(bulk(b"ip"), bulk(b"255.255.255.255")),
+            )
+            for node in (first // 8 % 500, 500 + first // 8 % 500)
+        ]
+        ranges.append(array(number(first), number(first + 7), *nodes))
+    sent = array(*ranges)
+    assert 600_000 < len(sent) < MAX_REPLY_BYTES
+    server = serve(answering([sent], b"CLUSTER"))
+    settings = settings_of(server, cluster=True)
+    found = fetch_slot_map(settings, [Address("127.0.0.1", server.port)], clock)
+    assert len(found) == 16_384
+    assert len(set(found.values())) == 500
 
 
 def test_slots_that_nothing_serves_are_left_out() -> None:

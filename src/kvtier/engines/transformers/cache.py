@@ -90,6 +90,7 @@ class KVTierCache(SequenceCache):
         self._epoch = store.epoch
         super().__init__(store.shape, len(self._prompt) + HEADROOM_TOKENS)
         found = store.load_prefix(self._prompt, self, tenant)
+        self._num_stored_tokens = self.num_tokens
         num_computed = len(self._prompt) - sum(found.values())
         self.sources: Mapping[str, int] = dict(found) | {COMPUTED: num_computed}
 
@@ -107,7 +108,7 @@ class KVTierCache(SequenceCache):
             ModelError: the prompt came in pieces, and the model rotates the keys of the first as those of a short
                 prompt.
         """
-        num_tokens = self.sequence_layers[layer_idx].num_tokens + key_states.shape[2]
+        num_tokens = self.get_seq_length(layer_idx) + key_states.shape[2]
         if num_tokens <= self._range.above:
             raise ModelError(
                 f"{num_tokens} tokens of a prompt of {len(self._prompt)} were computed by themselves: this model's "
@@ -136,6 +137,10 @@ class KVTierCache(SequenceCache):
                 shown = f"{len(token_ids)} tokens that begin with {token_ids[:8]}"
                 raise ConfigError("output_ids", shown, "must begin with the prompt of this cache")
         self._is_committed = True
+        if self._store.shape.states:
+            # They were kept while the engine computed the prompt. `generate` goes on from token to token, or in pieces
+            # that end anywhere, so later states cannot be told from those in between.
+            return self._num_stored_tokens if self._epoch == self._store.epoch else 0
         # The model has not computed the last token of the output.
         num_known = len(token_ids) - (output_ids is not None)
         num_held = self._range.cut(min(num_known, self.num_tokens))

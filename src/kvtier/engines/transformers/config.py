@@ -22,7 +22,9 @@ class EngineConfig:
 
     Attributes:
         num_device_blocks: blocks in the device pool; one request needs room for its prompt and its output.
-        block_size_tokens: tokens in a device block.
+        block_size_tokens: tokens in a device block; None takes 16, and for a model with recurrent states the interval.
+        state_interval_tokens: recurrent states are kept after each multiple of so many tokens, a multiple of the block
+            size; None takes as many as have keys and values of the size of the states, at least 256 and at most 1,024.
         extra_config: kvtier's own settings, for example ``{"cpu_bytes_to_use": "4GiB"}``; None switches
             offloading off, so that only the device's prefix cache remains.
         salt: mixed into every block hash; engines with different salts share nothing.
@@ -37,20 +39,23 @@ class EngineConfig:
     """
 
     num_device_blocks: int
-    block_size_tokens: int = DEFAULT_BLOCK_SIZE_TOKENS
+    block_size_tokens: int | None = None
     extra_config: Mapping[str, Any] | None = field(default=None, repr=False)  # Any: as JSON has it
     salt: str = field(default="", repr=False)
     prefill_chunk_tokens: int = DEFAULT_PREFILL_CHUNK_TOKENS
     model_name: str | None = None
     model_revision: str | None = None
     enable_events: bool = False
+    state_interval_tokens: int | None = None
 
     def __post_init__(self) -> None:
         parse_settings(self.extra_config or {})
         if not isinstance(self.salt, str):
             raise ConfigError("salt", self.salt, "must be a string")
         _require_positive("num_device_blocks", self.num_device_blocks)
-        _require_positive("block_size_tokens", self.block_size_tokens)
+        for setting in ("block_size_tokens", "state_interval_tokens"):
+            if getattr(self, setting) is not None:
+                _require_positive(setting, getattr(self, setting))
         _require_positive("prefill_chunk_tokens", self.prefill_chunk_tokens)
 
 

@@ -5,6 +5,7 @@ and decoded token by token. Blocks that became full are stored in later steps wh
 while the next request runs or the caller does other work.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,13 +18,14 @@ from transformers import PreTrainedModel
 from kvtier.base import OffloadingSpec
 from kvtier.config import OffloadingConfig, parse_settings
 from kvtier.engines.common.block_pool import DeviceBlockPool
+from kvtier.engines.transformers.block_sizes import choose_block_sizes, describe_waste
 from kvtier.engines.transformers.cache import KVTierCache
 from kvtier.engines.transformers.config import EngineConfig
 from kvtier.engines.transformers.connector_driver import ConnectorDriver
 from kvtier.engines.transformers.identity import make_offloading_config
 from kvtier.engines.transformers.interrupt import DeferredInterrupt
 from kvtier.engines.transformers.model_adapter import ModelAdapter
-from kvtier.engines.transformers.model_checks import require_shareable_prefixes
+from kvtier.engines.transformers.model_checks import Continuation, require_shareable_prefixes
 from kvtier.engines.transformers.paged_cache import PagedKVCache
 from kvtier.engines.transformers.request import make_prompt_hasher
 from kvtier.engines.transformers.result import GenerationResult, TokenStream
@@ -31,9 +33,12 @@ from kvtier.engines.transformers.sampling import SamplingParams
 from kvtier.engines.transformers.scheduler import RequestScheduler
 from kvtier.engines.transformers.serving import RequestServer
 from kvtier.engines.transformers.token_ids import TokenIds
+from kvtier.errors import ModelError
 from kvtier.factory import OffloadingSpecFactory
 from kvtier.histogram import HistogramSnapshot
 from kvtier.observe.prometheus import open_metrics
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_SHUTDOWN_S = 10.0
 """Seconds for which shutdown waits for unfinished stores. Zero drops them; more delays the end behind a slow tier."""
@@ -69,10 +74,14 @@ class KVTierEngine:
     ) -> None:
         self.config = config
         adapter = ModelAdapter(model)
-        require_shareable_prefixes(adapter)
+        continuation = require_shareable_prefixes(adapter)
         self._pool = DeviceBlockPool(config.num_device_blocks)
-        self._pages = PagedKVCache(adapter.shape, config.num_device_blocks, config.block_size_tokens)
+        sizes = choose_block_sizes(config, adapter.shape)
+        if waste := describe_waste(adapter.shape, sizes):
+            logger.warning("%s: %s", adapter.name, waste)
+        self._pages = PagedKVCache(adapter.shape, config.num_device_blocks, sizes)
         self._is_shut_down = False
+        self._can_generate_with_cache = adapter.can_generate_with_cache
         self._driver: ConnectorDriver | None = None
         if config.extra_config is not None:
             worker = make_offloading_config(adapter, config, config.extra_config)
@@ -80,12 +89,20 @@ class KVTierEngine:
             is_by_layer = worker.settings.layerwise_load
             caches = self._pages.canonical_by_layer if is_by_layer else self._pages.canonical
             hash_prompt = make_prompt_hasher(
-                config.salt, config.block_size_tokens, lambda num: adapter.rope.range_of(num).name
+                config.salt, sizes.block_size_tokens, lambda num: adapter.rope.range_of(num).name
             )
             self._driver = ConnectorDriver(*specs, caches, clock, pause, hash_prompt)
         try:
             self._scheduler = RequestScheduler(self._pool, self._pages, self._driver)
-            self._server = RequestServer(adapter, config, self._pool, self._scheduler, clock)
+            self._server = RequestServer(
+                adapter,
+                config,
+                sizes,
+                self._pool,
+                self._scheduler,
+                clock,
+                goes_on_by_token=continuation is Continuation.ONE_BY_ONE,
+            )
             self.metrics = open_metrics(self, parse_settings(config.extra_config or {}))
         except BaseException:
             if self._driver is not None:
@@ -163,7 +180,17 @@ class KVTierEngine:
         Args:
             input_ids: the prompt.
             tenant: whose prompt it is, where the setting ``tenants`` names tenants.
+
+        Effects: for a model with recurrent states, computes the prompt up to the last state that is kept.
+
+        Raises:
+            ModelError: the model's ``generate`` takes no cache that holds a prefix.
         """
+        if not self._can_generate_with_cache:
+            raise ModelError(
+                f"{self._server!r}: generate() of a model with recurrent states alone computes each prompt from its "
+                "first token; call engine.generate or engine.run instead of cache_for"
+            )
         return KVTierCache(self._server, input_ids, tenant)
 
     def drop_device_cache(self) -> None:

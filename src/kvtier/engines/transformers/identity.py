@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
+from kvtier.config import GroupKind, KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.cpu.auto_size import PROCESS_BYTES
+from kvtier.engines.transformers.block_sizes import BlockSizes, choose_block_sizes, page_bytes
 from kvtier.engines.transformers.config import EngineConfig
-from kvtier.engines.transformers.model_adapter import ModelAdapter
-from kvtier.engines.transformers.paged_cache import KV_LAYOUT, KV_LAYOUT_BY_LAYER
+from kvtier.engines.transformers.model_adapter import KVShape, ModelAdapter
+from kvtier.engines.transformers.paged_cache import KV_LAYOUT, KV_LAYOUT_BY_LAYER, STATE_LAYOUT
 from kvtier.engines.transformers.request import HASH_ALGORITHM
-from kvtier.errors import ModelError
+from kvtier.errors import ConfigError, ModelError
 
 FINGERPRINT_THREADS = 4
 """Tensors hashed at once; hashing releases the interpreter's lock. More than the cores are no faster."""
@@ -54,11 +55,7 @@ def make_offloading_config(
         ConfigError: a setting of ``extra_config`` has a value that cannot work.
         UnknownNameError: an unknown setting.
     """
-    group = KVGroup(
-        block_size_tokens=config.block_size_tokens,
-        layer_names=tuple(layer.name for layer in adapter.shape.layers),
-        page_size_bytes=config.block_size_tokens * adapter.shape.token_bytes,
-    )
+    sizes = choose_block_sizes(config, adapter.shape)
     settings_json = describe_model_config(adapter.model)
     identity = ModelIdentity(
         name=config.model_name or adapter.name,
@@ -70,20 +67,37 @@ def make_offloading_config(
     described = OffloadingConfig(
         engine_id=make_engine_id(),
         model=identity,
-        groups=(group,),
-        hash_block_size=config.block_size_tokens,
+        groups=make_groups(adapter.shape, sizes),
+        hash_block_size=sizes.block_size_tokens,
         hash_algorithm=HASH_ALGORITHM,
-        kv_layout=KV_LAYOUT,
+        kv_layout=f"{KV_LAYOUT};{STATE_LAYOUT}" if adapter.shape.states else KV_LAYOUT,
         kv_dtype=str(adapter.shape.dtype),
         rank=0,
         enable_events=config.enable_events,
         engine_kind=ENGINE_KIND,
         engine_host_bytes=count_host_bytes(adapter, config),
+        computes_last_token=True,
         extra_config=extra_config,
     )
+    if described.settings.layerwise_load and adapter.shape.states:
+        remedy = "a model with recurrent states needs all of them before it computes: leave it out"
+        raise ConfigError("layerwise_load", True, remedy)  # noqa: FBT003 - the value that was given
     if described.settings.layerwise_load and described.block_size_factor > 1:
         return replace(described, kv_layout=KV_LAYOUT_BY_LAYER)
     return described
+
+
+def make_groups(shape: KVShape, sizes: BlockSizes) -> tuple[KVGroup, ...]:
+    """Return the KV groups: keys and values, recurrent states, or both in this order. Pure."""
+    groups = []
+    if shape.layers:
+        names = tuple(layer.name for layer in shape.layers)
+        groups.append(KVGroup(sizes.block_size_tokens, names, sizes.block_size_tokens * shape.token_bytes))
+    if sizes.state_interval_tokens is not None:
+        # The names have type and size of each state: other states of as many bytes are another namespace.
+        names = tuple(state.name for state in shape.states)
+        groups.append(KVGroup(sizes.state_interval_tokens, names, shape.state_bytes, GroupKind.STATE))
+    return tuple(groups)
 
 
 def count_host_bytes(adapter: ModelAdapter, config: EngineConfig) -> int:
@@ -91,9 +105,11 @@ def count_host_bytes(adapter: ModelAdapter, config: EngineConfig) -> int:
     # Tied weights are one memory under two names.
     tensors = [*adapter.model.parameters(), *adapter.model.buffers()]
     weights = {tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor.device.type == "cpu"}
-    pool_tokens = config.num_device_blocks * config.block_size_tokens
+    pool_bytes = config.num_device_blocks * page_bytes(
+        adapter.shape, choose_block_sizes(config, adapter.shape)
+    )
     # The sequence that is being computed is in the pool and, contiguous, in the model's own cache.
-    pool_bytes = 2 * pool_tokens * adapter.shape.token_bytes if adapter.shape.device.type == "cpu" else 0
+    pool_bytes = 2 * pool_bytes if adapter.shape.device.type == "cpu" else 0
     return PROCESS_BYTES + sum(weights.values()) + pool_bytes
 
 

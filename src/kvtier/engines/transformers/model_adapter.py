@@ -4,27 +4,53 @@ The shapes of a layer's cache are read from one forward pass over one token, not
 differ between architectures.
 
 Layers with a sliding window are kept in full. The model masks tokens outside the window itself, so the results are
-right, and no memory is saved. Layers without keys and values of every token (state spaces, linear attention, cross
-attention, layers that use another layer's cache) are refused.
+right, and no memory is saved. State spaces, linear attention and convolutions have recurrent states: tensors of a
+constant size that stand for every token before. Layers with another kind of cache (cross attention, indexed attention)
+are refused, and so are models that keep a state outside their cache.
 """
 
 import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
+from math import prod
 
 import torch
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from kvtier.engines.transformers.rope import read_rope_ranges
 from kvtier.errors import ModelError
 
-SERVED_LAYER_TYPES = (DynamicLayer, DynamicSlidingWindowLayer)
-"""Layers whose whole state is one key and one value for each token; subclasses have more state and are refused."""
+SERVED_LAYER_TYPES = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    DummyLayer,
+)
+"""Layers that hold one key and one value for each token, recurrent states, both or nothing; subclasses hold more and
+are refused."""
+
+STATE_MODEL_CACHE = "cache_params"
+"""Name of the argument with the cache in models that have nothing but recurrent states; others say past_key_values."""
 
 CACHE_SUPPORT_METHOD = "_supports_default_dynamic_cache"
 """transformers' private method that returns whether a model supports the common cache; there is no public one."""
+
+PROBE_LENGTHS = (1, 3)
+"""Tokens of the probes. Two, because the size of a recurrent state must not depend on the length."""
 
 PROBE_TOKEN_ID = 0
 """The token of the probe; every vocabulary has it, and its embedding does not matter."""
@@ -62,19 +88,61 @@ class LayerShape:
         return self.num_value_heads * self.value_dim
 
 
+class StateKind(Enum):
+    """What a recurrent state is to its layer; the names are those of transformers' cache."""
+
+    CONV = "conv"
+    RECURRENT = "recurrent"
+
+
 @dataclass(frozen=True, slots=True)
-class KVShape:
-    """The KV that one token adds to the model's cache.
+class StateShape:
+    """One recurrent state of one layer for one sequence.
 
     Attributes:
-        layers: the layers, first to last.
+        layer_name: the layer, as in ``LayerShape.name``.
+        kind: the inputs that a convolution still needs, or what a recurrence has accumulated.
+        idx: number of the state among those of its kind and layer.
+        shape: of the tensor, with a leading dimension of one.
+        dtype: of its elements, which may differ from that of keys and values.
+    """
+
+    layer_name: str
+    kind: StateKind
+    idx: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def name(self) -> str:
+        """The state and the form of its bytes, unique within the model; a part of the namespace."""
+        sizes, dtype = ",".join(map(str, self.shape)), str(self.dtype).removeprefix("torch.")
+        return f"{self.layer_name}.{self.kind.value}.{self.idx}:{dtype}[{sizes}]"
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What a model keeps of a sequence: keys and values of each token, and states of a constant size.
+
+    Attributes:
+        layers: the layers with keys and values, first to last; ``layers.N`` is the model's layer N.
         dtype: of keys and values.
         device: where the model keeps them.
+        states: the recurrent states, those with the largest elements first, so that all are aligned in a page.
+        num_model_layers: layers of the model, those without keys, values and states included; 0 means as many as there
+            are in ``layers``.
     """
 
     layers: tuple[LayerShape, ...]
     dtype: torch.dtype
     device: torch.device
+    states: tuple[StateShape, ...] = ()
+    num_model_layers: int = 0
 
     @property
     def token_elements(self) -> int:
@@ -85,6 +153,11 @@ class KVShape:
     def token_bytes(self) -> int:
         """Bytes of one token over all layers."""
         return self.token_elements * self.dtype.itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent states over all layers; 0 for a model without any."""
+        return sum(state.nbytes for state in self.states)
 
 
 class ModelAdapter:
@@ -111,10 +184,20 @@ class ModelAdapter:
         self.model = model
         self.rope = read_rope_ranges(model)
         self.shape = _probe(model)
+        if self.shape.states and self.rope.switches:
+            raise ModelError(
+                f"{type(model).__name__} has recurrent states and longrope: the first step of a long prompt would go "
+                "past the ends of blocks at which states are kept; set a rope_type of constant frequencies, or call "
+                "model.generate without kvtier"
+            )
         self.media_token_ids = _media_token_ids(model)
         self._module: torch.nn.Module = model
         self._vocabulary_size = _vocabulary_size(model)
-        self._last_logits_only = "logits_to_keep" in inspect.signature(model.forward).parameters
+        parameters = inspect.signature(model.forward).parameters
+        self._last_logits_only = "logits_to_keep" in parameters
+        self._cache_name = _cache_name(model)
+        # Some of the models with states (Bamba, in transformers 5.23) count positions from zero in each pass.
+        self._gives_positions = bool(self.shape.states and self.shape.layers and "position_ids" in parameters)
 
     @property
     def name(self) -> str:
@@ -126,6 +209,11 @@ class ModelAdapter:
         """Token ids are below this."""
         return self._vocabulary_size
 
+    @property
+    def can_generate_with_cache(self) -> bool:
+        """Whether ``model.generate`` takes a cache that holds a prefix; models with states alone compute it anew."""
+        return self._cache_name != STATE_MODEL_CACHE
+
     @torch.no_grad()
     def forward(self, token_ids: Sequence[int], cache: Cache) -> torch.Tensor:
         """Compute ``token_ids`` after the tokens in ``cache``.
@@ -136,8 +224,13 @@ class ModelAdapter:
         Effects: adds the new tokens to ``cache``.
         """
         inputs = torch.tensor([token_ids], device=self.shape.device)
-        options = {"logits_to_keep": 1} if self._last_logits_only else {}
-        output = self._module(input_ids=inputs, past_key_values=cache, use_cache=True, **options)
+        options: dict[str, object] = {"logits_to_keep": 1} if self._last_logits_only else {}
+        if self._gives_positions:
+            first = cache.get_seq_length()
+            positions = torch.arange(first, first + len(token_ids), device=self.shape.device)
+            options["position_ids"] = positions.unsqueeze(0)
+        options[self._cache_name] = cache
+        output = self._module(input_ids=inputs, use_cache=True, **options)
         last: torch.Tensor = output.logits[0, -1]
         return last.float().cpu()
 
@@ -168,17 +261,36 @@ def _vocabulary_size(model: PreTrainedModel) -> int:
     return weight.shape[0]
 
 
-@torch.no_grad()
+def _cache_name(model: PreTrainedModel) -> str:
+    parameters = inspect.signature(model.forward).parameters
+    is_state_model = STATE_MODEL_CACHE in parameters and "past_key_values" not in parameters
+    return STATE_MODEL_CACHE if is_state_model else "past_key_values"
+
+
 def _probe(model: PreTrainedModel) -> KVShape:
+    shape, *others = [_read_shape(model, _fill_cache(model, num_tokens)) for num_tokens in PROBE_LENGTHS]
+    for other in others:
+        differing = [state.name for state in set(shape.states) ^ set(other.states)]
+        if differing:
+            raise ModelError(
+                f"{type(model).__name__} has recurrent states whose size depends on the length of the sequence "
+                f"({min(differing)}): only states of a constant size are served"
+            )
+    return shape
+
+
+@torch.no_grad()
+def _fill_cache(model: PreTrainedModel, num_tokens: int) -> DynamicCache:
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     _require_served_layers(model, cache)
-    inputs = torch.tensor([[PROBE_TOKEN_ID]], device=model.device)
+    inputs = torch.full((1, num_tokens), PROBE_TOKEN_ID, device=model.device)
+    caches = {_cache_name(model): cache}
     try:
-        model.forward(input_ids=inputs, past_key_values=cache, use_cache=True)
+        model.forward(input_ids=inputs, use_cache=True, **caches)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise ModelError(f"{type(model).__name__} cannot run with a KV cache: {error}") from error
     _require_served_layers(model, cache)
-    return _read_shape(model, cache)
+    return cache
 
 
 def _require_served_layers(model: PreTrainedModel, cache: DynamicCache) -> None:
@@ -186,27 +298,47 @@ def _require_served_layers(model: PreTrainedModel, cache: DynamicCache) -> None:
         if type(layer) not in SERVED_LAYER_TYPES:
             raise ModelError(
                 f"layer {index} of {type(model).__name__} has a {type(layer).__name__}: only layers with a "
-                "key and a value for every token are served"
+                "key and a value for every token, or with recurrent states, are served; call model.generate "
+                "without kvtier"
             )
 
 
 def _read_shape(model: PreTrainedModel, cache: DynamicCache) -> KVShape:
-    pairs = [
-        (layer.keys, layer.values)
-        for layer in cache.layers
-        if isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None
-    ]
-    if not pairs or len(pairs) < len(cache.layers):
+    layers: list[LayerShape] = []
+    states: list[StateShape] = []
+    kinds: set[tuple[torch.dtype, torch.device]] = set()
+    for index, layer in enumerate(cache.layers):
+        name, found = f"layers.{index}", len(layers) + len(states)
+        if isinstance(layer, DynamicLayer) and layer.keys is not None and layer.values is not None:
+            keys, values = layer.keys, layer.values
+            kinds |= {(tensor.dtype, tensor.device) for tensor in (keys, values)}
+            sizes = keys.shape[1], keys.shape[3], values.shape[1], values.shape[3]
+            layers.append(LayerShape(name, *sizes))
+        if isinstance(layer, LinearAttentionLayer):
+            states += _read_states(name, layer)
+        if len(layers) + len(states) == found and not isinstance(layer, DummyLayer):
+            raise ModelError(
+                f"{type(model).__name__} left its KV cache empty in layer {index} ({type(layer).__name__}): it does "
+                "not use one there, or keeps its state elsewhere"
+            )
+    if not layers and not states:
         raise ModelError(f"{type(model).__name__} left its KV cache empty: it does not use one")
-    kinds = {(tensor.dtype, tensor.device) for pair in pairs for tensor in pair}
     if len(kinds) > 1:
         raise ModelError(
             f"{type(model).__name__} keeps its cache as {sorted(map(str, kinds))}: "
             "all layers must share one dtype and one device"
         )
-    dtype, device = kinds.pop()
-    layers = tuple(
-        LayerShape(f"layers.{index}", keys.shape[1], keys.shape[3], values.shape[1], values.shape[3])
-        for index, (keys, values) in enumerate(pairs)
-    )
-    return KVShape(layers, dtype, device)
+    dtype, device = kinds.pop() if kinds else (model.dtype, model.device)
+    # Elements of eight bytes before those of four and two: so each state is aligned without a gap between two.
+    states.sort(key=lambda state: -state.dtype.itemsize)
+    return KVShape(tuple(layers), dtype, device, tuple(states), len(cache.layers))
+
+
+def _read_states(layer_name: str, layer: LinearAttentionLayer) -> list[StateShape]:
+    by_kind = {StateKind.CONV: layer.conv_states, StateKind.RECURRENT: layer.recurrent_states}
+    return [
+        StateShape(layer_name, kind, idx, tuple(tensor.shape), tensor.dtype)
+        for kind, tensors in by_kind.items()
+        for idx, tensor in tensors.items()
+        if tensor is not None
+    ]

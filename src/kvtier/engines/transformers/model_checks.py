@@ -1,12 +1,16 @@
-"""Checks at start that the keys and values of a prefix do not depend on what follows it.
+"""Checks at start that what is kept of a prefix does not depend on what follows it, and is enough to go on from.
 
 Sharing a prefix rests on this, and architectures configure it in too many ways to read: encoders with a language head,
 flags for bidirectional attention, prefix language models, diffusion. So the model computes two short prompts with a
 common beginning, and the keys and values of that beginning are compared. A third pass goes through ``model.generate``,
-because some models number positions there in another way.
+because some models number positions there in another way. Of a model with recurrent states a fourth pass goes on from
+copies of the states after the first half, because some models keep a state elsewhere, or begin anew with each pass of
+several tokens.
 """
 
+import logging
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -15,6 +19,8 @@ from transformers import GenerationConfig
 from kvtier.engines.transformers.model_adapter import ModelAdapter
 from kvtier.engines.transformers.sequence_cache import SequenceCache
 from kvtier.errors import ModelError
+
+logger = logging.getLogger(__name__)
 
 NUM_PROBE_TOKENS = 8
 """Length of a probe; its first half is the common beginning. A longer one finds no more: a mask that lets the first
@@ -26,8 +32,20 @@ A smaller limit takes rounding for a mask, in kernels whose order of sums depend
 mask. Measured with random weights, float32 and bfloat16: 0 for causal models, 0.39 and more for bidirectional ones."""
 
 
-def require_shareable_prefixes(adapter: ModelAdapter) -> None:
-    """Refuse a model whose prefixes have other keys and values in another prompt. Does three short forward passes.
+class Continuation(Enum):
+    """How a model goes on from the recurrent states of a prefix."""
+
+    AT_ONCE = "at once"
+    ONE_BY_ONE = "one token at a time"
+    """With several tokens in one pass it begins with empty states. So do those with the first Mamba (Mamba, Jamba,
+    Zamba) in transformers 5.23, of November 2026."""
+
+
+def require_shareable_prefixes(adapter: ModelAdapter) -> Continuation:
+    """Refuse a model that cannot go on from what is kept of a prefix. Does at least three short forward passes.
+
+    Returns:
+        How it goes on; AT_ONCE for a model without recurrent states.
 
     Raises:
         ModelError: it is such a model, or it cannot generate.
@@ -40,11 +58,40 @@ def require_shareable_prefixes(adapter: ModelAdapter) -> None:
             f"{_name(adapter)} has bidirectional attention: keys and values of a prefix depend on what follows it, so "
             "no two prompts can share them; use a causal model (is_decoder=True, use_bidirectional_attention=False)"
         )
-    if _change(expected, _generate(adapter, first), length) > MAX_RELATIVE_CHANGE:
+    continuation = Continuation.AT_ONCE
+    if adapter.shape.states:
+        continuation = _find_continuation(adapter, (first, second, second[::-1]))
+    if not adapter.can_generate_with_cache:
+        return continuation
+    found = _generate(adapter, first)
+    if max(_change(expected, found, length), _state_change(expected, found)) > MAX_RELATIVE_CHANGE:
         raise ModelError(
             f"{_name(adapter)} computes other keys and values in model.generate than in its forward pass "
             "(bidirectional attention within the prefix, or other positions): call model.generate without kvtier"
         )
+    return continuation
+
+
+def _find_continuation(adapter: ModelAdapter, probes: Sequence[list[int]]) -> Continuation:
+    for continuation in Continuation:
+        # The probe that differs least, as rounding can route a token of a mixture of experts to another expert.
+        change = min(
+            _state_change(_compute(adapter, probe), _compute_in_parts(adapter, probe, continuation))
+            for probe in probes
+        )
+        if change <= MAX_RELATIVE_CHANGE:
+            if continuation is Continuation.ONE_BY_ONE:
+                logger.warning(
+                    "%s goes on from recurrent states one token at a time: what follows a hit is computed slowly, and "
+                    "of a prompt computed from its first token only the last state is kept",
+                    _name(adapter),
+                )
+            return continuation
+    raise ModelError(
+        f"{_name(adapter)} cannot go on from its recurrent states: computed in pieces a prompt has other states than "
+        f"at once (they differ by {change:.0%}), so a part of them is not in the cache; call model.generate without "
+        "kvtier"
+    )
 
 
 def _make_probes(adapter: ModelAdapter, length: int) -> tuple[list[int], list[int]]:
@@ -60,6 +107,25 @@ def _compute(adapter: ModelAdapter, token_ids: Sequence[int]) -> SequenceCache:
     cache = SequenceCache(adapter.shape, len(token_ids))
     adapter.forward(token_ids, cache)
     return cache
+
+
+def _compute_in_parts(
+    adapter: ModelAdapter, token_ids: Sequence[int], continuation: Continuation
+) -> SequenceCache:
+    """Compute the first half, copy what the cache holds of it into another cache, and go on there."""
+    half = len(token_ids) // 2
+    first, second = _compute(adapter, token_ids[:half]), SequenceCache(adapter.shape, len(token_ids))
+    for layer, copy in zip(first.sequence_layers, second.sequence_layers, strict=True):
+        copy.key_buffer[:half].copy_(layer.key_buffer[:half])
+        copy.value_buffer[:half].copy_(layer.value_buffer[:half])
+    for state, state_copy in zip(first.states, second.states, strict=True):
+        state_copy.copy_(state)
+    second.set_num_tokens(half)
+    num_tokens = 1 if continuation is Continuation.ONE_BY_ONE else half
+    for at in range(half, len(token_ids), num_tokens):
+        second.set_num_tokens(at)
+        adapter.forward(token_ids[at : at + num_tokens], second)
+    return second
 
 
 def _generate(adapter: ModelAdapter, token_ids: Sequence[int]) -> SequenceCache:
@@ -95,7 +161,16 @@ def _change(expected: SequenceCache, found: SequenceCache, num_tokens: int) -> f
         size = tensor[:num_tokens].float().flatten(1)
         difference = other[:num_tokens].float().flatten(1) - size
         changes.append(float((difference.norm(dim=1) / size.norm(dim=1).clamp_min(1e-12)).min()))
-    return max(changes)
+    return max(changes, default=0.0)
+
+
+def _state_change(expected: SequenceCache, found: SequenceCache) -> float:
+    """Return the largest relative change of a recurrent state."""
+    changes = [
+        float((other.float() - state.float()).norm() / state.float().norm().clamp_min(1e-12))
+        for state, other in zip(expected.states, found.states, strict=True)
+    ]
+    return max(changes, default=0.0)
 
 
 def _name(adapter: ModelAdapter) -> str:

@@ -2,15 +2,18 @@
 
 A page holds, layer after layer, the keys and then the values of its tokens, tokens first. So a transfer of a block to
 host memory is one copy. Within a page a layer's keys are contiguous too, so gathering a prefix for the model is a plain
-copy.
+copy. For a model with recurrent states a page holds either such a block or the states after some number of tokens, all
+of them one after another; every page has room for the larger of both.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 
 import torch
 
 from kvtier.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from kvtier.engines.transformers.block_sizes import BlockSizes, page_bytes
 from kvtier.engines.transformers.model_adapter import KVShape
 from kvtier.engines.transformers.sequence_cache import SequenceCache, SequenceLayer
 
@@ -20,26 +23,34 @@ KV_LAYOUT = "page:layer,key|value,token,head,dim"
 KV_LAYOUT_BY_LAYER = "layer:page:key|value,token,head,dim"
 """The same for rows of several pages that are copied layer by layer. With one page a row both orders are the same."""
 
+STATE_LAYOUT = "state:largest element first,layer,conv|recurrent"
+"""The order of recurrent states in a page, as a further part of the namespace; the group's layer names list them."""
+
 
 class PagedKVCache:
     """``num_blocks`` pages on the model's device. Used from one thread; other threads copy pages.
 
     Args:
-        shape: the KV that a token adds to the model's cache.
+        shape: what the model keeps of a sequence.
         num_blocks: pages.
-        block_size_tokens: tokens in a page.
+        sizes: tokens in a page of keys and values.
 
     Attributes:
         page_size_bytes: bytes of one page.
+        pages: the pages, shape (num_blocks, page_size_bytes), int8.
     """
 
-    def __init__(self, shape: KVShape, num_blocks: int, block_size_tokens: int) -> None:
-        self.block_size_tokens = block_size_tokens
-        self.page_size_bytes = block_size_tokens * shape.token_bytes
-        page_elements = block_size_tokens * shape.token_elements
+    def __init__(self, shape: KVShape, num_blocks: int, sizes: BlockSizes) -> None:
+        self._block_size_tokens = block_size_tokens = sizes.block_size_tokens
+        self.page_size_bytes = page_bytes(shape, sizes)
         # Zeroed explicitly: torch.zeros maps memory at first touch, which would slow the first load or store of every
         # block.
-        self._pages = torch.empty((num_blocks, page_elements), dtype=shape.dtype, device=shape.device).zero_()
+        self.pages = torch.empty(
+            (num_blocks, self.page_size_bytes), dtype=torch.int8, device=shape.device
+        ).zero_()
+        self._group_bytes = [
+            size for size in (block_size_tokens * shape.token_bytes, shape.state_bytes) if size
+        ]
         self._layer_names = [layer.name for layer in shape.layers]
         self._layer_bytes = [
             block_size_tokens * (layer.key_elements + layer.value_elements) * shape.dtype.itemsize
@@ -49,23 +60,27 @@ class PagedKVCache:
         self._value_pages: list[torch.Tensor] = []
         offset = 0
         for layer in shape.layers:
-            keys = (num_blocks, block_size_tokens, layer.num_key_heads, layer.key_dim)
-            values = (num_blocks, block_size_tokens, layer.num_value_heads, layer.value_dim)
+            keys = (block_size_tokens, layer.num_key_heads, layer.key_dim)
+            values = (block_size_tokens, layer.num_value_heads, layer.value_dim)
             for views, size in ((self._key_pages, keys), (self._value_pages, values)):
-                elements = size[1] * size[2] * size[3]
-                views.append(self._pages[:, offset : offset + elements].view(size))
-                offset += elements
+                views.append(self._view(offset, size, shape.dtype))
+                offset += prod(size) * shape.dtype.itemsize
+        self._state_pages: list[torch.Tensor] = []
+        offset = 0
+        for state in shape.states:
+            self._state_pages.append(self._view(offset, state.shape, state.dtype))
+            offset += state.nbytes
 
     @property
     def canonical(self) -> CanonicalKVCaches:
-        """The pool in the form of kvtier's handlers: one tensor of bytes, one group."""
-        tensor = CanonicalKVCacheTensor(self._pages.view(torch.int8), self.page_size_bytes)
-        return CanonicalKVCaches([tensor], [[CanonicalKVCacheRef(0, self.page_size_bytes)]])
+        """The pool in the form of kvtier's handlers: one tensor of bytes, groups of keys and values and of states."""
+        tensor = CanonicalKVCacheTensor(self.pages, self.page_size_bytes)
+        return CanonicalKVCaches([tensor], [[CanonicalKVCacheRef(0, size)] for size in self._group_bytes])
 
     @property
     def canonical_by_layer(self) -> CanonicalKVCaches:
         """The same bytes with a tensor for each layer, for transfers that load one layer after the other."""
-        raw, start, tensors = self._pages.view(torch.int8), 0, []
+        raw, start, tensors = self.pages, 0, []
         for size_bytes in self._layer_bytes:
             tensors.append(CanonicalKVCacheTensor(raw[:, start : start + size_bytes], size_bytes))
             start += size_bytes
@@ -79,27 +94,42 @@ class PagedKVCache:
         sequence: SequenceCache,
         num_tokens: int,
         wait_for_layer: Callable[[str], None] | None = None,
+        state_block_id: int | None = None,
     ) -> None:
         """Copy the first ``num_tokens`` tokens of these blocks into ``sequence``, replacing its content.
 
         Args:
-            block_ids: the blocks.
+            block_ids: the blocks of keys and values; none for a model without any.
             sequence: the destination.
             num_tokens: tokens to copy.
+            state_block_id: the page with the recurrent states after ``num_tokens``; None for a model without any, and
+                without tokens.
             wait_for_layer: returns when the bytes of a layer are loaded. With it each layer is filled when the model
                 reaches it, and must not be read before; an exception of it ends the forward pass.
         """
-        num_blocks = -(-num_tokens // self.block_size_tokens)
-        ids = torch.tensor(block_ids[:num_blocks], dtype=torch.int64, device=self._pages.device)
+        num_blocks = -(-num_tokens // self._block_size_tokens)
+        ids = torch.tensor(block_ids[:num_blocks], dtype=torch.int64, device=self.pages.device)
         sequence.set_num_tokens(0)
-        sequence.reserve(num_blocks * self.block_size_tokens)
+        sequence.reserve(num_blocks * self._block_size_tokens)
         for index, layer in enumerate(sequence.sequence_layers):
             layer.fill_later(None)
             if wait_for_layer is None:
                 self._gather_layer(index, layer, ids)
             else:
                 layer.fill_later(partial(self._gather_late, index, layer, ids, wait_for_layer))
+        if state_block_id is not None:
+            for states, state in zip(self._state_pages, sequence.states, strict=True):
+                state.copy_(states[state_block_id])
         sequence.set_num_tokens(num_tokens)
+
+    @torch.no_grad()
+    def write_states(self, sequence: SequenceCache, block_id: int) -> None:
+        """Copy the recurrent states of ``sequence`` into a page.
+
+        Effects: the rest of the page is as before; nothing reads it.
+        """
+        for states, state in zip(self._state_pages, sequence.states, strict=True):
+            states[block_id].copy_(state)
 
     @torch.no_grad()
     def scatter(self, sequence: SequenceCache, first_block: int, block_ids: Sequence[int]) -> None:
@@ -112,13 +142,18 @@ class PagedKVCache:
         """
         if not block_ids:
             return
-        ids = torch.tensor(block_ids, dtype=torch.int64, device=self._pages.device)
+        ids = torch.tensor(block_ids, dtype=torch.int64, device=self.pages.device)
         num_blocks = len(block_ids)
         for layer, keys, values in zip(
             sequence.sequence_layers, self._key_pages, self._value_pages, strict=True
         ):
             keys.index_copy_(0, ids, self._as_blocks(layer.key_buffer, first_block, num_blocks))
             values.index_copy_(0, ids, self._as_blocks(layer.value_buffer, first_block, num_blocks))
+
+    def _view(self, offset_bytes: int, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return the part of every page that begins at ``offset_bytes``, shape (num_blocks, *size)."""
+        end = offset_bytes + prod(size) * dtype.itemsize
+        return self.pages[:, offset_bytes:end].view(dtype).view(len(self.pages), *size)
 
     def _gather_layer(self, index: int, layer: SequenceLayer, ids: torch.Tensor) -> None:
         keys, values = self._key_pages[index], self._value_pages[index]
@@ -132,6 +167,6 @@ class PagedKVCache:
         self._gather_layer(index, layer, ids)
 
     def _as_blocks(self, buffer: torch.Tensor, first_block: int, num_blocks: int) -> torch.Tensor:
-        first = first_block * self.block_size_tokens
-        tokens = buffer[first : first + num_blocks * self.block_size_tokens]
-        return tokens.view(num_blocks, self.block_size_tokens, *buffer.shape[1:])
+        first = first_block * self._block_size_tokens
+        tokens = buffer[first : first + num_blocks * self._block_size_tokens]
+        return tokens.view(num_blocks, self._block_size_tokens, *buffer.shape[1:])

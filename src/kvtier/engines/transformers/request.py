@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kvtier.connector.common import StopReason
+from kvtier.engines.transformers.block_sizes import BlockSizes
 from kvtier.tenants import salt_hash
 
 HASH_ALGORITHM = "sha256"
@@ -21,6 +22,12 @@ HASH_ALGORITHM = "sha256"
 
 ID_TYPE_CODE = "q"
 """Token ids enter the hash as 64-bit integers, which hold the ids of any vocabulary."""
+
+NO_BLOCK = -1
+"""Stands in a block table for a device block that the request does not have."""
+
+STATE_MARK = b"state:"
+"""Begins the names of recurrent states in the device pool, so that none is the name of a block."""
 
 
 @dataclass(eq=False, slots=True)
@@ -31,14 +38,18 @@ class Request:
         request_id: unique within the engine.
         token_ids: prompt, then output.
         num_prompt_tokens: length of the prompt.
-        block_size_tokens: tokens in a block.
+        sizes: of its blocks.
         root: parent digest of the first block.
         min_step_end_tokens: each step computes at least up to this token; a shorter one would rotate keys differently.
+        goes_on_by_token: whether steps after the first compute one token; see ``Continuation``.
         kv_transfer_params: hints for the connector.
         device_key: what the hashes under which the device's blocks are found are made anew with; empty: nothing.
         block_hashes: one digest for each full block of ``token_ids``.
         device_hashes: the same for the device's prefix cache; the same list without a ``device_key``.
-        block_ids: its device blocks, in order.
+        block_ids: its device blocks of keys and values, in order.
+        state_block_ids: for each multiple of the state interval the device block with the recurrent states after so
+            many tokens; NO_BLOCK where the request has none.
+        num_released_states: leading entries of ``state_block_ids`` that the request does not use any more.
         num_computed_tokens: tokens whose keys and values exist.
         num_filled_blocks: leading blocks whose bytes are in the pool.
         origins: prompt tokens that were not computed, by where they were found.
@@ -56,14 +67,17 @@ class Request:
     request_id: str
     token_ids: list[int]
     num_prompt_tokens: int
-    block_size_tokens: int
+    sizes: BlockSizes
     root: bytes
     min_step_end_tokens: int = 0
+    goes_on_by_token: bool = False
     kv_transfer_params: dict[str, Any] | None = None  # Any: the connector's contract
     device_key: bytes = b""
     block_hashes: list[bytes] = field(default_factory=list)
     device_hashes: list[bytes] = field(init=False)
     block_ids: list[int] = field(default_factory=list)
+    state_block_ids: list[int] = field(default_factory=list)
+    num_released_states: int = 0
     num_computed_tokens: int = 0
     num_filled_blocks: int = 0
     origins: dict[str, int] = field(default_factory=dict)
@@ -82,6 +96,16 @@ class Request:
         self._extend_hashes()
 
     @property
+    def block_size_tokens(self) -> int:
+        """Tokens in a block."""
+        return self.sizes.block_size_tokens
+
+    @property
+    def used_state_blocks(self) -> list[int]:
+        """The device blocks with recurrent states that it uses, first to last; at most two."""
+        return [block for block in self.state_block_ids[self.num_released_states :] if block != NO_BLOCK]
+
+    @property
     def num_tokens(self) -> int:
         """Prompt and output tokens."""
         return len(self.token_ids)
@@ -97,12 +121,45 @@ class Request:
         self._extend_hashes()
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks ``num_tokens`` tokens need."""
-        return -(-num_tokens // self.block_size_tokens)
+        """Return how many blocks of keys and values ``num_tokens`` tokens need."""
+        return -(-num_tokens // self.block_size_tokens) if self.sizes.has_keys else 0
+
+    def num_states_for(self, num_tokens: int) -> int:
+        """Return how many multiples of the state interval ``num_tokens`` tokens have reached."""
+        interval = self.sizes.state_interval_tokens
+        return 0 if interval is None else num_tokens // interval
+
+    def state_hash(self, num_tokens: int) -> bytes:
+        """Return the name on the device of the recurrent states after ``num_tokens`` tokens, whole blocks."""
+        return STATE_MARK + self.device_hashes[num_tokens // self.block_size_tokens - 1]
+
+    def end_of_step(self, first_token: int, max_tokens: int) -> int:
+        """Return up to which token a step computes that begins at ``first_token``.
+
+        Args:
+            first_token: tokens before it are computed.
+            max_tokens: the step computes at most so many tokens, unless the prompt's positions need more at once.
+        """
+        end = max(first_token + max_tokens, self.min_step_end_tokens)
+        interval = self.sizes.state_interval_tokens
+        if interval is None:
+            return min(end, self.num_tokens)
+        if self.goes_on_by_token:
+            # The one step of several tokens goes as far as a state can be of use to another request.
+            longest = (self.num_tokens - 1) // interval * interval or self.num_tokens
+            return first_token + 1 if first_token else longest
+        # A model returns its states at the end of a step only, so the step ends where they are kept.
+        return min(end, (first_token // interval + 1) * interval, self.num_tokens)
 
     def get_block_ids(self) -> tuple[list[int], ...]:
-        """Return the block table of its one KV group."""
-        return (list(self.block_ids),)
+        """Return the block table of each of its KV groups."""
+        return self.split_by_group(list(self.block_ids), list(self.state_block_ids))
+
+    def split_by_group(self, block_ids: list[int], state_block_ids: list[int]) -> tuple[list[int], ...]:
+        """Return blocks of keys and values and blocks of states as one list for each KV group that there is."""
+        if self.sizes.state_interval_tokens is None:
+            return (block_ids,)
+        return (block_ids, state_block_ids) if self.sizes.has_keys else (state_block_ids,)
 
     def _extend_hashes(self) -> None:
         extend_block_hashes(self.block_hashes, self.token_ids, self.block_size_tokens, self.root)

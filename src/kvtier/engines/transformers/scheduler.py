@@ -5,7 +5,7 @@ publishes the blocks that became full, so that later requests find them on the d
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.engines.common.block_pool import DeviceBlockPool
@@ -13,7 +13,7 @@ from kvtier.engines.common.step import CachedRequests, NewRequest, StepOutput
 from kvtier.engines.transformers.connector_driver import ConnectorDriver
 from kvtier.engines.transformers.interrupt import DeferredInterrupt
 from kvtier.engines.transformers.paged_cache import PagedKVCache
-from kvtier.engines.transformers.request import Request
+from kvtier.engines.transformers.request import NO_BLOCK, Request
 from kvtier.engines.transformers.result import DEVICE, HOST
 from kvtier.engines.transformers.sequence_cache import SequenceCache
 from kvtier.errors import LayerLoadError
@@ -47,9 +47,7 @@ class RequestScheduler:
         Raises:
             DevicePoolError: the pool is too small for the request's tokens.
         """
-        with DeferredInterrupt():  # an interrupt between allocation and assignment would leak the blocks
-            request.block_ids = self._pool.allocate(self._pool.find_prefix(request.device_hashes), 0)
-        num_device_tokens = len(request.block_ids) * request.block_size_tokens
+        num_device_tokens = self._use_device_prefix(request)
         request.num_computed_tokens = num_device_tokens
         request.num_filled_blocks = len(request.block_ids)
         num_external_tokens, is_layerwise = 0, False
@@ -57,7 +55,7 @@ class RequestScheduler:
             num_external_tokens, is_layerwise = self._driver.match(
                 request, can_wait_by_layer=can_wait_by_layer
             )
-        self._grow(request, request.num_tokens)
+        self._grow(request, request.num_tokens, num_device_tokens + num_external_tokens)
         tokens_by_tier: Mapping[str, int] = {}
         if self._driver is not None:
             tokens_by_tier = self._driver.on_allocated(
@@ -75,7 +73,7 @@ class RequestScheduler:
         """Copy the request's computed tokens into ``sequence``, except the last token of the request.
 
         A model gives logits only for tokens that it computes, so the last token of a fully cached prompt is computed
-        again.
+        again. Recurrent states cannot go back to it, so of such a prompt an earlier state is found, or none.
 
         Effects: subtracts one token from ``num_computed_tokens`` and ``origins`` in that case.
         """
@@ -87,7 +85,14 @@ class RequestScheduler:
         if request.num_loading_blocks:
             assert self._driver is not None, "blocks are loaded only with a driver"
             wait_for_layer = self._driver.wait_for_layer
-        self._pages.gather(request.block_ids, sequence, request.num_computed_tokens, wait_for_layer)
+        used = request.used_state_blocks
+        self._pages.gather(
+            request.block_ids,
+            sequence,
+            request.num_computed_tokens,
+            wait_for_layer,
+            state_block_id=used[-1] if used else None,
+        )
 
     def advance(
         self, request: Request, sequence: SequenceCache, num_tokens: int, compute: Callable[[], None]
@@ -106,8 +111,8 @@ class RequestScheduler:
         Raises:
             DevicePoolError: the pool is full.
         """
-        new_block_ids = self._grow(request, request.num_computed_tokens + num_tokens)
-        plan = plan_step(request, num_tokens, new_block_ids)
+        end = request.num_computed_tokens + num_tokens
+        plan = plan_step(request, num_tokens, self._grow(request, end, end))
 
         def compute_and_keep() -> None:
             compute()
@@ -138,8 +143,9 @@ class RequestScheduler:
                 if self._driver is not None:
                     self._driver.finish(request)
             finally:
-                self._pool.free(request.block_ids)
+                self._pool.free([*request.block_ids, *request.used_state_blocks])
                 request.block_ids = []
+                request.num_released_states = len(request.state_block_ids)
 
     def _complete_load(self, request: Request) -> None:
         """Complete the load that ran during the step; raises LayerLoadError when it failed."""
@@ -165,10 +171,33 @@ class RequestScheduler:
         self._pool.publish(request.block_ids[first:end], request.device_hashes[first:end])
         request.num_filled_blocks = end
 
+    def _use_device_prefix(self, request: Request) -> int:
+        """Give the request the blocks of its prefix that the device holds; return its length in tokens."""
+        interval, block_size = request.sizes.state_interval_tokens, request.block_size_tokens
+        with DeferredInterrupt():  # an interrupt between allocation and assignment would leak the blocks
+            prefix = self._pool.find_prefix(request.device_hashes) if request.sizes.has_keys else []
+            if interval is None:
+                request.block_ids = self._pool.allocate(prefix, 0)
+                return len(prefix) * block_size
+            longest = min(len(prefix) * block_size, request.num_tokens - 1)
+            if not request.sizes.has_keys:
+                longest = request.num_tokens - 1
+            for num_tokens in range(longest // interval * interval, 0, -interval):
+                states = self._pool.find_prefix([request.state_hash(num_tokens)])
+                if states:
+                    blocks = prefix[: num_tokens // block_size]
+                    *request.block_ids, state = self._pool.allocate([*blocks, *states], 0)
+                    request.num_released_states = num_tokens // interval - 1
+                    request.state_block_ids = [*[NO_BLOCK] * request.num_released_states, state]
+                    return num_tokens
+            return 0
+
     def _load(self, request: Request, num_external_tokens: int) -> int:
         """Wait for the load; return how many tokens were loaded before the first failed block."""
         assert self._driver is not None, "external tokens are found only with a driver"
         failed = self._driver.wait_for_load(request)
+        if request.sizes.state_interval_tokens is not None:
+            return self._complete_load_of_states(request, num_external_tokens, failed)
         first = request.num_filled_blocks
         last = first + num_external_tokens // request.block_size_tokens
         loaded = request.block_ids[first:last]
@@ -178,19 +207,66 @@ class RequestScheduler:
         request.num_computed_tokens = request.num_filled_blocks * request.block_size_tokens
         return num_good * request.block_size_tokens
 
-    def _grow(self, request: Request, num_tokens: int) -> list[int]:
-        """Allocate the missing blocks for ``num_tokens`` tokens, and return them."""
-        num_missing = request.num_blocks_for(num_tokens) - len(request.block_ids)
+    def _complete_load_of_states(
+        self, request: Request, num_external_tokens: int, failed: Collection[int]
+    ) -> int:
+        """Keep a load whose every block has arrived; without one of them its end cannot be reached."""
+        end = request.num_computed_tokens + num_external_tokens
+        num_blocks = request.num_blocks_for(end) - request.num_filled_blocks
+        if failed:
+            request.num_failed_load_blocks = len(failed)
+            # What the device had is at the state before; what is behind is computed.
+            self._release_states(request, num_kept=request.num_states_for(request.num_computed_tokens))
+            return 0
+        self._fill_blocks(request, num_blocks)
+        self._pool.publish([request.state_block_ids[-1]], [request.state_hash(end)])
+        self._release_before_last_state(request)
+        request.num_computed_tokens = end
+        return num_external_tokens
+
+    def _grow(self, request: Request, num_tokens: int, num_state_tokens: int) -> tuple[list[int], ...]:
+        """Allocate the missing blocks, and return them for each KV group.
+
+        Args:
+            request: the request.
+            num_tokens: tokens whose keys and values need room.
+            num_state_tokens: tokens after which the recurrent states are kept, if they end an interval.
+        """
+        num_missing = max(0, request.num_blocks_for(num_tokens) - len(request.block_ids))
+        num_skipped = request.num_states_for(num_state_tokens) - len(request.state_block_ids) - 1
         with DeferredInterrupt():
-            new_block_ids = self._pool.allocate([], max(0, num_missing))
-            request.block_ids.extend(new_block_ids)
-        return new_block_ids
+            new = self._pool.allocate([], num_missing + (num_skipped >= 0))
+            request.block_ids.extend(new[:num_missing])
+            # A load brings the last state and none before it.
+            new_states = [*[NO_BLOCK] * num_skipped, *new[num_missing:]]
+            request.state_block_ids.extend(new_states)
+        return request.split_by_group(new[:num_missing], new_states)
 
     def _keep_full_blocks(self, request: Request, sequence: SequenceCache, num_tokens: int) -> None:
-        first, last = request.num_filled_blocks, num_tokens // request.block_size_tokens
-        self._pages.scatter(sequence, first, request.block_ids[first:last])
-        self._pool.publish(request.block_ids[first:last], request.device_hashes[first:last])
-        request.num_filled_blocks = max(first, last)
+        if request.sizes.has_keys:
+            first, last = request.num_filled_blocks, num_tokens // request.block_size_tokens
+            self._pages.scatter(sequence, first, request.block_ids[first:last])
+            self._pool.publish(request.block_ids[first:last], request.device_hashes[first:last])
+            request.num_filled_blocks = max(first, last)
+        interval = request.sizes.state_interval_tokens
+        if interval is not None and num_tokens % interval == 0:
+            self._pages.write_states(sequence, request.state_block_ids[-1])
+            self._pool.publish([request.state_block_ids[-1]], [request.state_hash(num_tokens)])
+            self._release_before_last_state(request)
+
+    def _release_before_last_state(self, request: Request) -> None:
+        """Free all states of the request but the last; those that are published stay cached until room is needed."""
+        with DeferredInterrupt():
+            released = request.used_state_blocks[:-1]
+            request.num_released_states = len(request.state_block_ids) - 1
+            self._pool.free(released)
+
+    def _release_states(self, request: Request, *, num_kept: int) -> None:
+        """Free the states behind the first ``num_kept``, and take them out of the block table."""
+        with DeferredInterrupt():
+            released = [block for block in request.state_block_ids[num_kept:] if block != NO_BLOCK]
+            del request.state_block_ids[num_kept:]
+            self._pool.free(released)
 
 
 def split_origins(num_loaded_tokens: int, tokens_by_tier: Mapping[str, int]) -> dict[str, int]:
@@ -200,6 +276,9 @@ def split_origins(num_loaded_tokens: int, tokens_by_tier: Mapping[str, int]) -> 
         num_loaded_tokens: tokens loaded to the device.
         tokens_by_tier: planned tokens by source, host memory or the type of a tier; more than were loaded when a block
             failed.
+
+    Returns:
+        Host memory first.
     """
     origins: dict[str, int] = {}
     num_left = num_loaded_tokens
@@ -207,16 +286,16 @@ def split_origins(num_loaded_tokens: int, tokens_by_tier: Mapping[str, int]) -> 
         if tier != CPULoadStoreSpec.medium():
             origins[tier] = min(num_tokens, num_left)
             num_left -= origins[tier]
-    return origins | {HOST: num_left}
+    return {HOST: num_left} | origins
 
 
-def plan_step(request: Request, num_tokens: int, new_block_ids: list[int]) -> StepOutput:
+def plan_step(request: Request, num_tokens: int, new_block_ids: tuple[list[int], ...]) -> StepOutput:
     """Return the step that computes ``num_tokens`` tokens of ``request``. Pure.
 
     Args:
         request: the one request of the step.
         num_tokens: tokens to compute after those already computed.
-        new_block_ids: blocks appended to its table since its last step.
+        new_block_ids: for each KV group the blocks appended to its table since its last step.
     """
     scheduled = {request.request_id: num_tokens}
     if not request.is_known:
@@ -224,7 +303,7 @@ def plan_step(request: Request, num_tokens: int, new_block_ids: list[int]) -> St
         return StepOutput(scheduled_new_reqs=[new], num_scheduled_tokens=scheduled)
     cached = CachedRequests(
         req_ids=[request.request_id],
-        new_block_ids=[(new_block_ids,) if new_block_ids else None],
+        new_block_ids=[new_block_ids if any(new_block_ids) else None],
         num_computed_tokens=[request.num_computed_tokens],
     )
     return StepOutput(scheduled_cached_reqs=cached, num_scheduled_tokens=scheduled)

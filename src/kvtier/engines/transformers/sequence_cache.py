@@ -1,16 +1,17 @@
-"""The keys and values of one sequence, contiguous, in the form that transformers' models read.
+"""The keys, values and recurrent states of one sequence, in the form that transformers' models read.
 
 A layer has one buffer for keys and one for values, tokens first, so that a block of the pool is contiguous in them and
 gathering it is a plain copy. Models read them transposed, heads first, without a copy. The buffers have room for
-further tokens, because growing by concatenation would copy the prefix in every step.
+further tokens, because growing by concatenation would copy the prefix in every step. A recurrent state is one tensor
+that the model overwrites.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionLayer
 
-from kvtier.engines.transformers.model_adapter import KVShape, LayerShape
+from kvtier.engines.transformers.model_adapter import KVShape, LayerShape, StateKind, StateShape
 from kvtier.errors import ModelError
 
 GROWTH_FACTOR = 1.5
@@ -147,27 +148,145 @@ class SequenceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transf
         self.set_num_tokens(0)
 
 
-class SequenceCache(Cache):
-    """The keys and values of one sequence over all layers.
+class StateLayer(LinearAttentionLayer):
+    """The recurrent states of one layer of one sequence; transformers' own layer with tensors of a known form.
 
     Args:
-        shape: the KV that a token adds to the model's cache.
+        shapes: the states of the layer.
+        device: of the tensors.
+
+    Attributes:
+        states: the tensors in the order of ``shapes``; the model writes into them.
+    """
+
+    is_croppable = False  # tokens cannot leave a state
+
+    def __init__(self, shapes: Sequence[StateShape], device: torch.device) -> None:
+        super().__init__(number_of_states=1 + max(shape.idx for shape in shapes))
+        self._is_rolled_back = False
+        self.device, self.dtype = device, shapes[0].dtype  # type: ignore[assignment]  # annotated as None there
+        self.states = [_empty(shape.shape, shape.dtype, device).zero_() for shape in shapes]
+        for shape, tensor in zip(shapes, self.states, strict=True):
+            if shape.kind is StateKind.CONV:
+                self.conv_states[shape.idx] = tensor
+                self.conv_kernel_size[shape.idx] = shape.shape[-1]
+                self.is_conv_states_initialized[shape.idx] = True
+            else:
+                self.recurrent_states[shape.idx] = tensor
+                self.is_recurrent_states_initialized[shape.idx] = True
+
+    def set_has_tokens(self, has_tokens: bool) -> None:
+        """Set whether the states stand for tokens; without any the model begins anew."""
+        self._is_rolled_back = False
+        self.has_previous_state = dict.fromkeys(self.has_previous_state, has_tokens)
+
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: object,
+    ) -> torch.Tensor:
+        """Add new inputs of the convolution; return those that it needs. Arguments: as in transformers."""
+        self._require_usable(conv_states)
+        updated: torch.Tensor = super().update_conv_state(conv_states, state_idx, conv_kernel_size, **kwargs)
+        return updated
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: object
+    ) -> torch.Tensor:
+        """Replace the state; return it. Arguments: as in transformers."""
+        self._require_usable(recurrent_states)
+        updated: torch.Tensor = super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
+        return updated
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Do nothing for zero tokens; after any other number updates raise, because a state cannot go back."""
+        self._is_rolled_back |= tokens_to_remove != 0
+
+    def _require_usable(self, states: torch.Tensor) -> None:
+        """Raise ModelError for more than one sequence, and after tokens were removed."""
+        if states.shape[0] != 1:
+            raise ModelError(f"batch of {states.shape[0]} sequences: a KVTierCache holds one; use one each")
+        if self._is_rolled_back:
+            raise ModelError(
+                "a recurrent state cannot go back to fewer tokens: generate without assisted decoding, prompt lookup "
+                "and the like"
+            )
+
+
+class StateAndSequenceLayer(StateLayer, SequenceLayer):  # type: ignore[misc,no-untyped-call]  # bases of transformers
+    """A layer with recurrent states and with keys and values of every token.
+
+    Args:
+        shapes: its states.
+        shape: the keys and values that a token adds.
+        dtype: of keys and values.
+        device: the device of the buffers.
+        capacity_tokens: initial capacity; the buffers grow when needed.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[StateShape],
+        shape: LayerShape,
+        dtype: torch.dtype,
+        device: torch.device,
+        capacity_tokens: int,
+    ) -> None:
+        StateLayer.__init__(self, shapes, device)
+        SequenceLayer.__init__(self, shape, dtype, device, capacity_tokens)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        StateLayer.crop(self, tokens_to_remove)
+        SequenceLayer.crop(self, tokens_to_remove)
+
+    def reset(self) -> None:
+        StateLayer.reset(self)
+        SequenceLayer.reset(self)
+
+
+class SequenceCache(Cache):
+    """The keys, values and recurrent states of one sequence over all layers.
+
+    Args:
+        shape: what the model keeps of a sequence.
         capacity_tokens: initial capacity; the buffers grow when needed.
 
     Attributes:
-        sequence_layers: the layers, first to last; the same objects as transformers' ``layers``.
+        sequence_layers: the layers with keys and values, first to last; the same objects as transformers' ``layers``.
+        state_layers: those with recurrent states; a layer may be in both.
+        states: the recurrent states in the order of ``shape.states``.
     """
 
     def __init__(self, shape: KVShape, capacity_tokens: int = 0) -> None:
-        self.sequence_layers = [
-            SequenceLayer(layer, shape.dtype, shape.device, capacity_tokens) for layer in shape.layers
+        by_name = {layer.name: layer for layer in shape.layers}
+        layers = [
+            _make_layer(
+                shape,
+                by_name.get(f"layers.{index}"),
+                [state for state in shape.states if state.layer_name == f"layers.{index}"],
+                capacity_tokens,
+            )
+            for index in range(shape.num_model_layers or len(shape.layers))
         ]
-        super().__init__(layers=list(self.sequence_layers))
+        self.sequence_layers = [layer for layer in layers if isinstance(layer, SequenceLayer)]
+        self.state_layers = [layer for layer in layers if isinstance(layer, StateLayer)]
+        self._num_set_tokens = 0
+        self.states = [_find_state(layers, state) for state in shape.states]
+        super().__init__(layers=[*layers])
 
     @property
     def num_tokens(self) -> int:
-        """Tokens held by every layer."""
-        return min(layer.num_tokens for layer in self.sequence_layers)
+        """Tokens held by every layer; a model without keys and values knows what ``set_num_tokens`` said last."""
+        return min((layer.num_tokens for layer in self.sequence_layers), default=self._num_set_tokens)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the tokens held."""
+        if not self.sequence_layers:
+            return self._num_set_tokens
+        num_tokens: int = super().get_seq_length(layer_idx)
+        return num_tokens
 
     def reserve(self, num_tokens: int) -> None:
         """Make room for ``num_tokens`` tokens in all; keeps the tokens held."""
@@ -175,9 +294,31 @@ class SequenceCache(Cache):
             layer.reserve(num_tokens)
 
     def set_num_tokens(self, num_tokens: int) -> None:
-        """Set how many tokens every layer holds."""
+        """Set how many tokens every layer holds, and whether the states stand for any."""
+        self._num_set_tokens = num_tokens
         for layer in self.sequence_layers:
             layer.set_num_tokens(num_tokens)
+        for states in self.state_layers:
+            states.set_has_tokens(num_tokens > 0)
+
+
+def _make_layer(
+    shape: KVShape, layer: LayerShape | None, states: Sequence[StateShape], capacity_tokens: int
+) -> SequenceLayer | StateLayer | DummyLayer:
+    if layer is None:
+        return StateLayer(states, shape.device) if states else DummyLayer()  # type: ignore[no-untyped-call]  # as above
+    if states:
+        return StateAndSequenceLayer(states, layer, shape.dtype, shape.device, capacity_tokens)
+    return SequenceLayer(layer, shape.dtype, shape.device, capacity_tokens)
+
+
+def _find_state(layers: Sequence[object], shape: StateShape) -> torch.Tensor:
+    layer = layers[int(shape.layer_name.rpartition(".")[2])]
+    assert isinstance(layer, StateLayer), "a state is in a layer with states"
+    tensors = layer.conv_states if shape.kind is StateKind.CONV else layer.recurrent_states
+    tensor = tensors[shape.idx]
+    assert tensor is not None, "every state of a shape has a tensor"
+    return tensor
 
 
 def _grown(buffer: torch.Tensor, num_tokens: int, capacity_tokens: int) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 from kvtier.config import parse_settings
 from kvtier.connector.common import StopReason
 from kvtier.engines.common.block_pool import DeviceBlockPool
+from kvtier.engines.transformers.block_sizes import BlockSizes
 from kvtier.engines.transformers.config import EngineConfig
 from kvtier.engines.transformers.model_adapter import KVShape, ModelAdapter
 from kvtier.engines.transformers.request import Request, make_range_root, make_root_digest
@@ -29,6 +30,9 @@ from kvtier.errors import ConfigError, DevicePoolError, EngineStateError
 from kvtier.hints.values import TENANT, parse_hints
 from kvtier.tenants import make_tenants
 
+MAX_USED_STATES = 2
+"""Pages with recurrent states that a request uses at once: those it computes from, and those it computes."""
+
 
 class RequestServer:
     """Serves one request at a time; a ``PrefixStore`` for KVTierCache. Used from one thread.
@@ -36,21 +40,28 @@ class RequestServer:
     Args:
         adapter: the model.
         config: the engine's settings.
+        sizes: of its blocks.
         pool: the device blocks.
         scheduler: runs the steps of requests.
         clock: seconds, monotonic.
+        goes_on_by_token: whether the model goes on from recurrent states one token at a time.
     """
 
     def __init__(
         self,
         adapter: ModelAdapter,
         config: EngineConfig,
+        sizes: BlockSizes,
         pool: DeviceBlockPool,
         scheduler: RequestScheduler,
         clock: Callable[[], float],
+        *,
+        goes_on_by_token: bool = False,
     ) -> None:
         self._adapter = adapter
+        self._goes_on_by_token = goes_on_by_token
         self._config = config
+        self._sizes = sizes
         self._pool = pool
         self._scheduler = scheduler
         self._clock = clock
@@ -139,13 +150,17 @@ class RequestServer:
             request_id=request_id,
             token_ids=prompt,
             num_prompt_tokens=len(prompt),
-            block_size_tokens=self._config.block_size_tokens,
+            sizes=self._sizes,
             root=make_range_root(self._root, length_range.name),
             min_step_end_tokens=length_range.above + 1,
+            goes_on_by_token=self._goes_on_by_token,
             kv_transfer_params=kv_transfer_params,
             device_key=self._make_device_key(kv_transfer_params, request_id),
         )
-        num_needed = request.num_blocks_for(len(prompt) + num_new_tokens)
+        num_tokens = len(prompt) + num_new_tokens
+        num_needed = request.num_blocks_for(num_tokens) + min(
+            MAX_USED_STATES, request.num_states_for(num_tokens)
+        )
         if num_needed > self._pool.num_blocks:
             raise DevicePoolError(self._pool.num_blocks, num_needed, self._pool.num_free_blocks)
         return request
@@ -171,13 +186,18 @@ class RequestServer:
     ) -> Mapping[str, int]:
         """Fill ``sequence`` with the cached prefix of ``token_ids``, at most all but the last token.
 
+        Effects: for a model with recurrent states, computes and stores what is missing up to the last state that can
+            be kept, because the caller computes the prompt in one piece and no state within it is seen.
+
         Returns:
-            Tokens by origin.
+            Tokens by origin; those that were computed are not among them.
         """
         request = self.make_request(token_ids, tenant=tenant)
         with self._serving(request):
             self._scheduler.admit(request)
             self._scheduler.gather_prefix(request, sequence)
+            while request.num_computed_tokens < self._end_of_states(request):
+                self._compute_chunk(request, sequence)
         return {origin: num_tokens for origin, num_tokens in request.origins.items() if num_tokens}
 
     def store_sequence(
@@ -251,10 +271,7 @@ class RequestServer:
         is_load_awaited = request.num_loading_blocks > 0
         begun_s = self._clock()
         while request.num_computed_tokens < request.num_tokens:
-            first = request.num_computed_tokens
-            last = max(first + self._config.prefill_chunk_tokens, request.min_step_end_tokens)
-            chunk = request.token_ids[first:last]
-            self._scheduler.advance(request, self._working, len(chunk), partial(self._compute, chunk))
+            self._compute_chunk(request, self._working)
         # The device works asynchronously; choosing a token waits for it, so the time is taken afterwards.
         token_id = sampler.choose(self._logits)
         if num_missing_tokens > 1 and not is_load_awaited:
@@ -264,8 +281,24 @@ class RequestServer:
         request.append(token_id)
         return token_id
 
-    def _compute(self, token_ids: list[int]) -> None:
-        self._logits = self._adapter.forward(token_ids, self._working)
+    def _compute_chunk(self, request: Request, sequence: SequenceCache) -> None:
+        """Compute as many of the request's missing tokens as one step does."""
+        first = request.num_computed_tokens
+        last = request.end_of_step(first, self._config.prefill_chunk_tokens)
+        chunk = request.token_ids[first:last]
+        self._scheduler.advance(request, sequence, len(chunk), partial(self._compute, chunk, sequence))
+
+    def _compute(self, token_ids: list[int], sequence: SequenceCache) -> None:
+        self._logits = self._adapter.forward(token_ids, sequence)
+
+    def _end_of_states(self, request: Request) -> int:
+        """Return up to which token a prompt is computed here so that the caller can go on from its states."""
+        interval = self._sizes.state_interval_tokens
+        if interval is None:
+            return 0
+        if self._goes_on_by_token:
+            return request.num_tokens - 1
+        return (request.num_tokens - 1) // interval * interval
 
     @contextmanager
     def _serving(self, request: Request) -> Iterator[None]:

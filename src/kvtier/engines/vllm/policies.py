@@ -3,9 +3,10 @@
 The algorithms are those of ``kvtier.cpu.policies``, applied to vLLM's block objects, whose ``ref_cnt`` means the same.
 What differs is when vLLM reports a use. From 0.31 on it does so once per request, at its end, and names the blocks that
 the request has only stored. These are reordered, so that the tail of a prefix is evicted before its head, and count as
-used once. Before 0.31 vLLM touches blocks while a request is scheduled.
+used once. Before 0.31 vLLM touches blocks while a request is scheduled. From 0.33 on ``on_request_access`` reports
+each key of a request before it counts as a use; nothing is done then, as in vLLM's own ARC.
 
-Source: the contract is that of ``vllm/v1/kv_offload/cpu/policies/base.py``, vLLM 0.28 to 0.32.
+Source: the contract is that of ``vllm/v1/kv_offload/cpu/policies/base.py``, vLLM 0.28 to 0.33.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -59,8 +60,11 @@ class KVTierPolicy(StockPolicy):
         """Return the held block under ``key``, or None."""
         return self.policy.get(key)
 
-    def insert(self, key: OffloadKey, chunk: StockBlock) -> None:
-        """Hold a block whose write starts."""
+    def insert(
+        self, key: OffloadKey, chunk: StockBlock, /, req_context: StockReqContext | None = None
+    ) -> None:
+        """Hold a block whose write starts; from 0.33 on vLLM names the request that stores it."""
+        del req_context
         self.policy.insert(key, chunk)
 
     def remove(self, key: OffloadKey) -> None:

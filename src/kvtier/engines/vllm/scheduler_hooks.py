@@ -6,7 +6,7 @@ name and, from 0.31 on, its path, and either may stand for other weights later. 
 with a fingerprint of every byte of the adapter's files, which threads read while the request waits. A request whose
 adapter has no readable files is not offloaded.
 
-Source: ``KVConnectorBase_V1`` of vLLM 0.28 to 0.32.
+Source: ``KVConnectorBase_V1`` of vLLM 0.28 to 0.33.
 """
 
 import hashlib

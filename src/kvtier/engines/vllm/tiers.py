@@ -6,7 +6,7 @@ fails to load is requested again in every step, and blocks that a slow tier has 
 bounds all of these. vLLM's own backpressure, which drops stores by their latency, is passed on to vLLM and works beside
 the guard.
 
-Source: the contract is that of ``vllm/v1/kv_offload/tiering/base.py``, vLLM 0.29 to 0.32.
+Source: the contract is that of ``vllm/v1/kv_offload/tiering/base.py``, vLLM 0.29 to 0.33.
 """
 
 import gc

@@ -250,6 +250,7 @@ class SlabPlace(DirectoryPlace):
             calls=calls,
             path=str(self.directory / "slab"),
             capacity_bytes=FILE_BYTES + self._num_slots * self._slot_bytes,
+            allow_shrink=True,
             direct_io=False,
             num_threads=rng.choice([1, 2, 3]),
         )

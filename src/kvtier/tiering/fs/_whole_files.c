@@ -146,7 +146,7 @@ static int require_regular(int fd, struct stat *status)
 
 static int publish_unnamed(const char *folder, const char *path, int flags, mode_t mode, Buffers *buffers)
 {
-    int fd = open_file(folder, O_RDWR | O_TMPFILE | flags, mode);
+    int fd = open_file(folder, O_RDWR | O_TMPFILE | O_NOFOLLOW | flags, mode);
     if (fd < 0)
         return errno;
     /* What a umask took away; a file system without modes needs none, so an error of it is none of the block's. */

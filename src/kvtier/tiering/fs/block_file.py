@@ -272,7 +272,7 @@ class BlockFiles:
             return _named(error, path)
 
     def _publish_unnamed(self, path: str, buffers: Buffers) -> bool:
-        fd = self._open_new(path.rpartition("/")[0], os.O_TMPFILE)
+        fd = self._open_new(path.rpartition("/")[0], os.O_TMPFILE | os.O_NOFOLLOW)
         is_linked = False
         try:
             with _closing(fd):

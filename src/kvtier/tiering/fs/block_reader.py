@@ -112,7 +112,7 @@ class FailedReads:
         else:
             self._outage.on_failure("load", f"a block was not loaded: {status}")
             return TierFailure.IO_ERROR
-        namespace.index.discard((key,))
+        namespace.index.discard((key,), Loss.FOREIGN if failure is TierFailure.FOREIGN else None)
         return failure
 
     def remove(

@@ -102,6 +102,7 @@ class ExternalDeletions:
         namespace = self._current_namespace()
         if self._is_unusable(namespace):
             return False
+        namespace.unlinked_folders.clear()  # a link may have taken a folder's place: the next store looks again
         deleted = self._watch.find_deleted(namespace.path, has_blocks=len(namespace.index) > 0)
         if not deleted.is_count_wrong:
             return False

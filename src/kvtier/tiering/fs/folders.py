@@ -80,7 +80,7 @@ class FSNamespace:
         index: which blocks of it are on the disk.
         known_folders: by what the names in them begin with, the folders that this process has made, or has written a
             block to or read one from; one of them that is missing was removed. Adding and discarding are atomic.
-        unlinked_folders: likewise, the folders that are no symbolic links, nor those above them.
+        unlinked_folders: likewise, those that are no symbolic links, nor those above them; forgotten every second.
         synced_folders: likewise, the folders whose own names outlive a loss of power where blocks do.
         format: how its blocks are written.
         block_path: where the block of a key is.

@@ -123,8 +123,10 @@ class KeyIndex:
                 return []
             return self._evicted.take(being_stored, self._keys.__contains__)
 
-    def discard(self, keys: Iterable[OffloadKey]) -> None:
-        """Remove blocks that were gone."""
+    def discard(self, keys: Collection[OffloadKey], loss: Loss | None = None) -> None:
+        """Remove blocks that were gone, or cannot be read here, which is what ``loss`` says then."""
+        if loss is not None and self._losses is not None:
+            self._losses.report(tuple(keys), loss)
         with self._lock:
             gone = [key for key in dict.fromkeys(keys) if key in self._keys]
             for key in gone:

@@ -58,7 +58,7 @@ def judge(found: os.stat_result, file_mode: int, uid: int, gid: int) -> str | No
 
 
 def find_link(namespace: FSNamespace, key: OffloadKey) -> str | None:
-    """Return the folder above a block that is a symbolic link, None when none is; each folder is looked at once.
+    """Return the folder above a block that is a symbolic link, None when none is; looks once a second at most.
 
     What is behind a link is not counted, so blocks that are stored there would not be bounded by the capacity.
     """

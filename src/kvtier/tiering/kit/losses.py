@@ -59,6 +59,10 @@ class BackendLosses:
         """Remember that ``keys`` were damaged, and are to be removed. Thread: any."""
         self._blocks.report(keys, Loss.DAMAGED)
 
+    def on_foreign(self, keys: Sequence[OffloadKey]) -> None:
+        """Remember that ``keys`` are there, and of a version or key that this engine cannot read. Thread: any."""
+        self._blocks.report(keys, Loss.FOREIGN)
+
     def explain(self, key: OffloadKey) -> Miss | None:
         """Return why ``key``, which the backend lacks, is missing; None when nothing is known of it.
 

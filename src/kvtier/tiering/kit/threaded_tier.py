@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any, Generic, NoReturn, TypeVar
 
 import numpy as np
@@ -23,6 +23,7 @@ from kvtier.base import GROUP_INDEX_BYTES, JobId, OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.errors import ConfigError, TierError, describe_foreign
 from kvtier.histogram import HistogramSnapshot
+from kvtier.misses import NO_KEY_REASON, Miss, MissCause
 from kvtier.namespace import make_namespace, require_stable_hash
 from kvtier.tiering.base import (
     FAILURES_TO_OPEN,
@@ -37,6 +38,7 @@ from kvtier.tiering.base import (
     TierSettings,
 )
 from kvtier.tiering.kit.backend import BlockStore
+from kvtier.tiering.kit.direct import DirectUse
 from kvtier.tiering.kit.envelope import MAX_KEY_BYTES
 from kvtier.tiering.kit.health import BackendHealth
 from kvtier.tiering.kit.io_pool import IOPool, Transfer, TransferOutcome
@@ -97,6 +99,9 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, BackendPurger, DroppingT
         clock: seconds, monotonic.
         remove_blocks: removes what the backend has of a namespace; None: its blocks cannot be purged by an engine.
 
+    Attributes:
+        direct: the tier without a manager, for engines whose own threads wait for it.
+
     Raises:
         ConfigError: the engine's keys change from process to process, or do not fit into a header.
     """
@@ -139,6 +144,12 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, BackendPurger, DroppingT
         self._purge = None if remove_blocks is None else BackgroundPurge(name, remove_blocks)
         self._open_stores: dict[JobId, tuple[OffloadKey, ...]] | None = {} if settings.emit_events else None
         self._namespace = self._open_namespace(b"")
+        self.direct = DirectUse(
+            self._pool,
+            self._contains_batch,
+            submit_store=lambda job: self._submit(job, self._store),
+            submit_load=lambda job: self._submit(job, self._load),
+        )
         self._num_drops = 0
         self._is_closed = False
         self._may_be_emptied = type(block_store).restore_description is not BlockStore.restore_description
@@ -289,6 +300,12 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, BackendPurger, DroppingT
         if self._encryption is not None:
             run = self._encryption.bind(run)
         self._pool.submit(job, run, timeout_s)
+
+    def explain_keyless(self, key: OffloadKey) -> Miss | None:
+        """Return that the ring has no key for the tenant of ``key``; None where it has, or nothing is encrypted."""
+        if self._encryption is None or self._encryption.serves(key):
+            return None
+        return Miss(MissCause.LIMITED, self.get_tier_type(), MappingProxyType({"reason": NO_KEY_REASON}))
 
     def _open_namespace(self, epoch: bytes) -> S:
         # A new epoch is random: nothing can have been stored in it.

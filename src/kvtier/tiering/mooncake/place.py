@@ -199,6 +199,8 @@ class MooncakePlace(Place):
 def open_mooncake_place(own: Mapping[str, object]) -> MooncakePlace:
     """Return the place of a tier's own settings; ``master`` may begin with ``mooncake://``.
 
+    A URL alone is refused: a client listens on every interface, which ``allow_any_interface`` has to allow.
+
     Raises:
         ConfigError: a setting that cannot work.
         TierError: the master's page does not answer.

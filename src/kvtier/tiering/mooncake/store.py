@@ -205,6 +205,8 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
         self._log_failed("loaded", Counter(answer for answer, why in pairs if why is TierFailure.IO_ERROR))
         damaged = [key for key, why in zip(keys, failures, strict=True) if why is TierFailure.DAMAGED]
         self.losses.on_damaged(damaged)
+        foreign = [key for key, why in zip(keys, failures, strict=True) if why is TierFailure.FOREIGN]
+        self.losses.on_foreign(foreign)
         to_remove = [namespace.name_of(key) for key in damaged]
         self._deferred_deletes.add(to_remove)
         self._remove(to_remove)

@@ -108,7 +108,7 @@ class MooncakeTier(ThreadedTier[MooncakeNamespace], PlaceTier, ProbedTier, MissE
         self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
     ) -> Miss | None:
         del req_context
-        return self._losses.explain(key)
+        return self.explain_keyless(key) or self._losses.explain(key)
 
     def reset(self, epoch: bytes) -> None:
         super().reset(epoch)

@@ -141,6 +141,7 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         for failure in failures.values():
             self._counters.add(**{failure.value: 1})
         self.losses.on_damaged([key for key, why in failures.items() if why is TierFailure.DAMAGED])
+        self.losses.on_foreign([key for key, why in failures.items() if why is TierFailure.FOREIGN])
         succeeded = [key for key in keys if key not in failures]
         self.losses.on_used(succeeded)
         self._counters.add(hits=len(succeeded), loaded_bytes=len(succeeded) * self._rows.row_bytes)

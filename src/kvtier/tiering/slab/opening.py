@@ -15,7 +15,7 @@ from enum import Enum
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.tiering.kit.disk import ALIGNMENT_BYTES, Durability, allocate_page, is_aligned, sync_folder
-from kvtier.tiering.slab.settings import SlabSettings
+from kvtier.tiering.slab.settings import SlabSettings, explain_shrinking
 from kvtier.tiering.slab.slab_file import SlabFile, SystemCalls
 from kvtier.tiering.slab.superblock import (
     Origin,
@@ -150,6 +150,8 @@ def _make_usable(
         with suppress(OSError):  # another user's file, or a file system without modes
             os.fchmod(fd, FILE_MODE)
     if opening is Opening.FORMAT_ANEW:
+        if isinstance(found.geometry, SlabGeometry):
+            _require_no_shrinking(settings, found.geometry)
         logger.warning(
             "tier slab: %s was made for other rows or another capacity; it is emptied", settings.path
         )
@@ -164,6 +166,12 @@ def _make_usable(
     _allocate(fd, settings, geometry.file_bytes, calls)
     _repair(fd, settings, geometry, found, is_copied=is_copied)
     return opening is not Opening.KEEP, geometry
+
+
+def _require_no_shrinking(settings: SlabSettings, found: SlabGeometry) -> None:
+    reason = explain_shrinking(settings, found)
+    if reason is not None:
+        raise ConfigError("capacity_bytes", settings.capacity_bytes, reason)
 
 
 def _repair(

@@ -41,7 +41,7 @@ from kvtier.tiering.kit.place import (
 )
 from kvtier.tiering.slab.documents import document_path, drop_documents, read_documents
 from kvtier.tiering.slab.scan import oldest_unfinished
-from kvtier.tiering.slab.settings import SlabSettings
+from kvtier.tiering.slab.settings import SlabSettings, explain_shrinking
 from kvtier.tiering.slab.superblock import (
     SUPERBLOCK_BYTES,
     Origin,
@@ -69,6 +69,9 @@ class SlabPlace(Place):
         path: the file.
         fd: it, open for reading.
         geometry: how it is divided.
+
+    Attributes:
+        geometry: likewise.
     """
 
     tier: ClassVar[str] = TIER_TYPE
@@ -78,7 +81,7 @@ class SlabPlace(Place):
         super().__init__(str(path))
         self._path = path
         self._fd = fd
-        self._geometry = geometry
+        self.geometry = geometry
         self._other_format = Amount()
         self._locked_fd: int | None = None
         self._oldest_unfinished = 0
@@ -90,18 +93,18 @@ class SlabPlace(Place):
 
     def blocks(self, namespaces: Collection[str] | None = None) -> Iterator[PlaceBlock]:
         self._other_format = Amount()
-        for slot in range(self._geometry.num_slots):
+        for slot in range(self.geometry.num_slots):
             header = self._read_header(slot)
             found = HeaderCheck.DAMAGED if header is None else unpack(header)
             if found is HeaderCheck.OTHER_VERSION:
-                self._other_format = self._other_format.plus(1, self._geometry.slot_bytes)
+                self._other_format = self._other_format.plus(1, self.geometry.slot_bytes)
             if isinstance(found, HeaderCheck):
                 continue  # an empty slot, or one that its engine will take for empty
             if namespaces is None or found.namespace.hex() in namespaces:
                 yield PlaceBlock(
                     namespace=found.namespace.hex(),
                     address=f"slot {slot}",
-                    num_bytes=self._geometry.slot_bytes,
+                    num_bytes=self.geometry.slot_bytes,
                     used_s=None,
                     stamp=(slot, found.generation),
                     tenant=None if found.is_encrypted else get_offload_tenant(OffloadKey(found.key)),
@@ -109,7 +112,7 @@ class SlabPlace(Place):
 
     def summary(self) -> PlaceSummary:
         return PlaceSummary(
-            capacity_bytes=self._geometry.file_bytes,
+            capacity_bytes=self.geometry.file_bytes,
             other_format=self._other_format,
             users=() if self._locked_fd is not None else find_owners(self._fd),
         )
@@ -158,7 +161,7 @@ class SlabPlace(Place):
             if isinstance(found, HeaderCheck) or found.generation != generation:
                 continue
             try:
-                os.pwrite(fd, bytes(HEADER_PAGE_BYTES), self._geometry.offset_of(slot))
+                os.pwrite(fd, bytes(HEADER_PAGE_BYTES), self.geometry.offset_of(slot))
             except OSError as error:
                 message = f"slot {slot} of {self._path} cannot be emptied: {error.strerror}"
                 raise TierError(TIER_TYPE, message) from error
@@ -191,7 +194,7 @@ class SlabPlace(Place):
     def _read_header(self, slot: int) -> bytes | None:
         """Return the header of a slot, None where the disk does not give it."""
         try:
-            return os.pread(self._fd, HEADER_PAGE_BYTES, self._geometry.offset_of(slot))
+            return os.pread(self._fd, HEADER_PAGE_BYTES, self.geometry.offset_of(slot))
         except OSError as error:
             if error.errno in {errno.EIO, errno.EBADMSG}:
                 return None
@@ -199,7 +202,7 @@ class SlabPlace(Place):
 
     def _check_once(self, block: PlaceBlock) -> BlockState:
         slot, generation = block.stamp
-        offset, slot_bytes = self._geometry.offset_of(slot), self._geometry.slot_bytes
+        offset, slot_bytes = self.geometry.offset_of(slot), self.geometry.slot_bytes
         try:
             whole = memoryview(os.pread(self._fd, slot_bytes, offset))
             os.posix_fadvise(self._fd, offset, slot_bytes, os.POSIX_FADV_DONTNEED)
@@ -213,7 +216,7 @@ class SlabPlace(Place):
     def _find_oldest_unfinished(self) -> int:
         """Return the generation from which on writes had not ended, as the newest header says."""
         newest = oldest = 0
-        for slot in range(self._geometry.num_slots):
+        for slot in range(self.geometry.num_slots):
             header = self._read_header(slot)
             if header is None or len(header) <= ENVELOPE_BYTES:
                 continue
@@ -284,7 +287,7 @@ def probe_slab_place(own: Mapping[str, object]) -> list[TierFinding]:
     settings = parse_settings(SlabSettings, own, f"tier {TIER_TYPE!r}")
     path = settings.path
     if path.exists():
-        return [_probe_file(path)]
+        return [_probe_file(settings)]
     folder = path.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         text = f"{folder} is no directory that this user may write: make it first"
@@ -296,7 +299,8 @@ def probe_slab_place(own: Mapping[str, object]) -> list[TierFinding]:
     return [TierFinding(is_good=True, text=f"{path} will be made, {free_bytes} bytes are free")]
 
 
-def _probe_file(path: Path) -> TierFinding:
+def _probe_file(settings: SlabSettings) -> TierFinding:
+    path = settings.path
     try:
         found = _open(path)
     except OSError as error:
@@ -305,11 +309,13 @@ def _probe_file(path: Path) -> TierFinding:
         # A tier formats an empty file, and one of another version; what is foreign or damaged it refuses.
         is_good = found not in {Origin.FOREIGN, Origin.DAMAGED}
         return TierFinding(is_good, f"{path} {REASONS[found]}", is_note=is_good)
-    owners = found.summary().users
+    owners, shrinking = found.summary().users, explain_shrinking(settings, found.geometry)
     found.close()
     if owners:
         text = f"{path} belongs to {', '.join(owners)}: give each engine a file of its own"
         return TierFinding(is_good=False, text=text)
+    if shrinking is not None:
+        return TierFinding(is_good=False, text=f"capacity_bytes {settings.capacity_bytes} {shrinking}")
     return TierFinding(is_good=True, text=f"{path} is a slab without an owner")
 
 

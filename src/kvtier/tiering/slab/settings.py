@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtier.errors import ConfigError
-from kvtier.settings import absolute_path, setting, size_bytes
+from kvtier.settings import absolute_path, flag, setting, size_bytes
 from kvtier.tiering.kit.disk import DIRECT_IO, DURABILITY, Durability, num_threads_setting
 from kvtier.tiering.kit.lifetime import TTL
 from kvtier.tiering.slab.superblock import SlabGeometry, fit_geometry
@@ -38,6 +38,13 @@ class SlabSettings:
             unit="bytes",
         )
     )
+    allow_shrink: bool = field(
+        default=False,
+        metadata=setting(
+            flag,
+            "`true` lets `capacity_bytes` be less than the length of the file that is there, which is emptied then",
+        ),
+    )
     direct_io: bool | None = field(default=None, metadata=DIRECT_IO)
     ttl_s: float | None = field(default=None, metadata=TTL)
     durability: Durability = field(default=Durability.NONE, metadata=DURABILITY)
@@ -56,6 +63,19 @@ def plan_geometry(settings: SlabSettings, row_bytes: int) -> SlabGeometry:
         remedy = f"a file with one block takes {least_bytes} bytes with its headers; give many times that"
         raise ConfigError("capacity_bytes", settings.capacity_bytes, remedy)
     return geometry
+
+
+def explain_shrinking(settings: SlabSettings, found: SlabGeometry) -> str | None:
+    """Return why a slab must not be divided anew for these settings, None where it may. Pure.
+
+    A file of another length is emptied, and a smaller capacity may be a mistake.
+    """
+    if settings.allow_shrink or settings.capacity_bytes >= found.file_bytes:
+        return None
+    return (
+        f"is less than the {found.file_bytes} bytes of the slab that is there, whose blocks would be lost: give as "
+        'much, another path, or "allow_shrink": true to empty it'
+    )
 
 
 def plan_max_task_blocks(row_bytes: int) -> int:

@@ -24,11 +24,8 @@ NUM_SLOTS = 16_384
 MAX_PORT = 65_535
 
 MAX_NODES = 1000
-"""Nodes of a cluster: as many as its authors recommend at most. More would be asked one after another, a time-out
+"""Primaries of a cluster: as many as its authors recommend at most. More would be asked one after another, a time-out
 for each that is away."""
-
-MAX_MAP_BYTES = 4 * 2**20
-"""Bytes of a map. The largest honest one, each slot a range of its own with one replica, has some 3.5 MB."""
 
 MAX_SEARCH_S = 10.0
 """Seconds after which no further node is asked for the map. Longer holds up the jobs that wait for it; shorter may not
@@ -75,7 +72,7 @@ class _MapReader:
 
     def read(self, reader: ReplyReader) -> Reply:
         """Read it."""
-        self.tree = read_tree(reader, MAX_MAP_BYTES)
+        self.tree = read_tree(reader)
         return self.tree if isinstance(self.tree, Reply) else Reply("*")
 
 

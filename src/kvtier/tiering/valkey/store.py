@@ -246,6 +246,8 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
             is_fault |= failure in FAULTS and (not is_away or self._servers.is_fault(reply))
             if failure is TierFailure.DAMAGED:
                 damaged.append(target.key)
+            elif failure is TierFailure.FOREIGN:
+                self.losses.on_foreign([target.key])
         self._counters.add(hits=len(succeeded), loaded_bytes=len(succeeded) * self._rows.row_bytes)
         self.losses.on_used(succeeded)
         self.losses.on_damaged(damaged)
