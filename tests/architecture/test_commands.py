@@ -51,7 +51,8 @@ def test_readme_s_commands_are_targets() -> None:
 def test_the_machine_runs_every_test_a_storm_the_checks_the_documents_and_real_engines() -> None:
     commands = re.findall(r'^make (.*)$|^sh -c "\$\(twice (.*)\)"$', CI, flags=re.MULTILINE)
 
-    faults = ["sanitize", "crash ARGS='--kills 100'", "storm ARGS='--minutes 1 --summary'"]
+    storm = "storm ARGS='--minutes 1 --summary'"
+    faults = ["sanitize", "crash ARGS='--kills 100'", storm]
     engines = ["test-vllm", "test-sglang"]
     assert [once or twice for once, twice in commands] == ["test-all", *faults, "check", "site", *engines]
 
