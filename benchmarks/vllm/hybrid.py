@@ -127,9 +127,8 @@ def make_page(times: Mapping[int, Times], machine: Mapping[str, object]) -> str:
             middle = statistics.median(seconds)
             low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else (middle,) * 3
             ratio = middle / computed_s
-            lines.append(
-                f"| {num_tokens:,} | {name} | {1e3 * middle:.1f} | {1e3 * low:.1f} to {1e3 * high:.1f} | {ratio:.2f} |"
-            )
+            spread = f"{1e3 * low:.1f} to {1e3 * high:.1f}"
+            lines.append(f"| {num_tokens:,} | {name} | {1e3 * middle:.1f} | {spread} | {ratio:.2f} |")
     return "\n".join([*lines, "", f"Machine: {facts}.", ""])
 
 

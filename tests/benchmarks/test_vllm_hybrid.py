@@ -1,6 +1,7 @@
 """The page about a hybrid's first token has a row for each length and origin."""
 
-from benchmarks.vllm.hybrid import COMPUTED, DEVICE, FS, HOST, NAMES, make_page
+from benchmarks.vllm.first_token import DEVICE, FS, HOST
+from benchmarks.vllm.hybrid import COMPUTED, NAMES, make_page
 
 
 def test_the_page_has_each_length_and_origin_with_its_share_of_computing() -> None:
