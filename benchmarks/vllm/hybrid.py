@@ -115,7 +115,7 @@ def make_page(times: Mapping[int, Times], machine: Mapping[str, object]) -> str:
         "# First token of a hybrid",
         "",
         "A Qwen3-Next of four layers with random weights, three of them with a recurrent state, under vLLM on the CPU.",
-        "Written by `python -m benchmarks.vllm.hybrid --out docs/results/hybrid.md`; medians and quartiles in milliseconds.",
+        "Written by `python -m benchmarks.vllm.hybrid --out docs/results/hybrid.md`: medians and quartiles in ms.",
         "",
         "| tokens | prompt from | first token | quartiles | of computing |",
         "|---:|---|---:|---:|---:|",
