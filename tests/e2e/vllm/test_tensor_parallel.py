@@ -8,7 +8,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from tests.e2e.vllm.answers import assert_same
 from tests.e2e.vllm.conftest import Controls
-from tests.e2e.vllm.engine_host import EngineOptions
+from tests.e2e.vllm.engine_host import BLOCK_TOKENS, EngineOptions
 from tests.e2e.vllm.engine_process import EngineProcess
 from tests.e2e.vllm.faulty_spec import CopyFaults
 from tests.e2e.vllm.prompts import GREEDY, WHOLE_TOKENS, make_cycle
@@ -72,10 +72,11 @@ def test_two_workers_with_the_same_bytes_keep_them_once(tmp_path: Path) -> None:
     for answers in (from_host, from_disk):
         assert_same(answers, first)
         assert [answer.num_cached_tokens for answer in answers] == [WHOLE_TOKENS] * 4
-    # Keys and values of four layers with one head of 64 float32: both workers load them, one stores them.
-    num_bytes = 4 * WHOLE_TOKENS * 4 * 2 * 64 * 4
-    assert stats["connector.store_bytes"] == num_bytes
-    assert stats["connector.load_bytes"] == 2 * num_bytes
+    # Keys and values of four layers with one head of 64 float32: one worker stores them, with a block that each answer
+    # has filled; both load them.
+    token_bytes = 4 * 2 * 64 * 4
+    assert stats["connector.store_bytes"] == 4 * (WHOLE_TOKENS + BLOCK_TOKENS) * token_bytes
+    assert stats["connector.load_bytes"] == 2 * 4 * WHOLE_TOKENS * token_bytes
 
 
 def test_one_worker_of_two_fails_stores_and_loads(llama: str, llama_controls: Controls) -> None:
