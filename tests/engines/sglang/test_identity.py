@@ -101,6 +101,28 @@ def test_other_settings_find_none(
     assert count_found(make_storage(HeadsPool(), **changes), stored) == 0
 
 
+@pytest.mark.parametrize("kind", ["tp", "pp", "attn_cp"])
+def test_each_rank_of_two_has_pages_of_its_own(kind: str, make_storage: MakeStorage) -> None:
+    pool = HeadsPool()
+    first, second = (
+        make_storage(pool, **{f"{kind}_size": 2, f"{kind}_rank": rank, "is_mla_model": False})
+        for rank in (0, 1)
+    )
+    assert first.batch_set_v1(KEYS[:2], pool.slots(0, 1)) == [True, True]
+    assert (first.batch_exists(KEYS), second.batch_exists(KEYS)) == (2, 0)
+
+
+@pytest.mark.parametrize("kind", ["pp", "attn_cp"])
+def test_latents_are_alike_on_tensor_parallel_ranks_alone(kind: str, make_storage: MakeStorage) -> None:
+    pool = LatentPool()
+    first, second = (
+        make_storage(pool, **{f"{kind}_size": 2, f"{kind}_rank": rank, "is_mla_model": True})
+        for rank in (0, 1)
+    )
+    assert first.batch_set_v1(KEYS[:2], pool.slots(0, 1)) == [True, True]
+    assert (first.batch_exists(KEYS), second.batch_exists(KEYS)) == (2, 0)
+
+
 def test_data_parallel_groups_share_pages(stored: HeadsPool, make_storage: MakeStorage) -> None:
     assert count_found(make_storage(HeadsPool(), dp_rank=1), stored) == HAS_ALL
 
@@ -196,6 +218,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         ("quantization", "fp8"),
         ("attention_backend", "triton"),
         ("context_length", 131_072),
+        ("speculative_algorithm", "NEXTN"),
     ],
 )
 def test_an_argument_of_the_engine_that_changes_bytes_makes_other_pages(
@@ -231,6 +254,48 @@ def test_a_draft_models_weights_are_a_part_of_the_identity(
     engine.speculative_draft_model_path = "org/unknown"
     with pytest.raises(ConfigError, match="draft model"):
         make_storage(HeadsPool())
+
+
+@pytest.mark.parametrize("load_format", ["dummy", "remote_instance", "LoadFormat.NPCACHE", "of_next_year"])
+def test_weights_that_are_not_the_folders_files_need_a_name(
+    load_format: str, engine: types.SimpleNamespace, make_storage: MakeStorage
+) -> None:
+    engine.load_format = load_format
+    with pytest.raises(ConfigError, match="model_revision"):
+        make_storage(HeadsPool())
+    make_storage(HeadsPool(), extra_config={"model_revision": "seed 1"})
+
+
+def test_scales_are_named_by_their_bytes(
+    engine: types.SimpleNamespace, tmp_path: Path, make_storage: MakeStorage
+) -> None:
+    scales = tmp_path / "scales.json"
+    scales.write_text("1.0")
+    engine.quantization_param_path = str(scales)
+    pool = HeadsPool()
+    assert make_storage(pool).batch_set_v1(KEYS[:1], pool.slots(0)) == [True]
+    scales.write_text("2.0")
+    assert make_storage(HeadsPool()).batch_exists(KEYS[:1]) == 0
+    scales.unlink()
+    with pytest.raises(ConfigError, match="quantization_param_path"):
+        make_storage(HeadsPool())
+
+
+def test_a_name_of_the_hub_leads_to_its_folder_in_the_cache(
+    model: Path, make_storage: MakeStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(name: str, *, revision: object, local_files_only: bool) -> str:
+        assert local_files_only
+        if name != "org/model":
+            raise OSError("not in the cache")
+        return str(model)
+
+    hub = types.ModuleType("huggingface_hub")
+    hub.snapshot_download = find  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    make_storage(HeadsPool(), model_name="org/model")
+    with pytest.raises(ConfigError, match='"model": PATH'):
+        make_storage(HeadsPool(), model_name="org/other")
 
 
 def test_adapters_need_a_revision(engine: types.SimpleNamespace, make_storage: MakeStorage) -> None:

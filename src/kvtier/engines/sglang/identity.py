@@ -35,6 +35,15 @@ EFFECTIVE_ARGUMENTS = (
 )  # fmt: skip
 """Arguments of SGLang's that change the bytes of pages, as far as its files of 0.5.23 tell."""
 
+FORMATS_IN_FILES = frozenset(
+    {
+        "auto", "pt", "safetensors", "fastsafetensors", "instanttensor", "sharded_state", "presharded", "gguf",
+        "bitsandbytes", "mistral", "layered", "jax", "runai_streamer",
+    }
+)  # fmt: skip
+"""Values of --load-format that load the files of the model's folder only. Not among them: random weights ("dummy"),
+copies of its own ("npcache", "local_cached"), other servers' memory and whatever a later release adds."""
+
 UNRELATED_SETTINGS = frozenset({"transformers_version", "_name_or_path", "name_or_path", "_commit_hash"})
 """Settings of a model's configuration that do not change what it computes."""
 
@@ -76,7 +85,7 @@ def make_model_identity(settings: SGLangSettings, storage_config: HiCacheStorage
         )
         raise ConfigError("engine_arguments", None, remedy)
     arguments = read_arguments(engine) | dict(settings.engine_arguments or {})
-    refuse_adapters(engine, settings)
+    refuse_unnamed(engine, settings)
     place = find_weights(settings, engine, storage_config.model_name)
     revisions = [settings.model_revision or _fingerprint(place, is_loaded=engine is not None)]
     draft = getattr(engine, "speculative_draft_model_path", None)
@@ -169,18 +178,34 @@ def find_engine_arguments() -> object | None:
 
 
 def read_arguments(engine: object | None) -> dict[str, object]:
-    """Return the engine's arguments that change bytes; none without an engine. Pure."""
-    if engine is None:
-        return {}
-    return {name: getattr(engine, name, None) for name in EFFECTIVE_ARGUMENTS}
-
-
-def refuse_adapters(engine: object | None, settings: SGLangSettings) -> None:
-    """Refuse LoRA unless the user names its files: SGLang's keys have an adapter's name and path, not its bytes.
+    """Return the engine's arguments that change bytes, a file of scales by its digest; none without an engine.
 
     Raises:
-        ConfigError: adapters are on and have no revision.
+        ConfigError: that file cannot be read.
     """
+    if engine is None:
+        return {}
+    found: dict[str, object] = {name: getattr(engine, name, None) for name in EFFECTIVE_ARGUMENTS}
+    scales = found["quantization_param_path"]
+    if scales:
+        found["quantization_param_path"] = _digest_file(Path(str(scales)))
+    return found
+
+
+def refuse_unnamed(engine: object | None, settings: SGLangSettings) -> None:
+    """Refuse weights that the files of a folder do not name, unless the user does. Pure.
+
+    SGLang's keys have an adapter's name and path, not its bytes; some formats load weights from elsewhere.
+
+    Raises:
+        ConfigError: adapters or weights have no name.
+    """
+    load_format = str(getattr(engine, "load_format", None) or "auto").rpartition(".")[2].lower()
+    if load_format not in FORMATS_IN_FILES and settings.model_revision is None:
+        remedy = (
+            'loads no files of a folder: give "model_revision", a name that no other weights will ever have'
+        )
+        raise ConfigError("load_format", load_format, remedy, max_value_chars=80)
     is_on = bool(getattr(engine, "enable_lora", False) or getattr(engine, "lora_paths", None))
     if is_on and settings.adapters_revision is None:
         remedy = "with LoRA, give a text that you change whenever the file of an adapter changes"
@@ -220,6 +245,13 @@ def read_model_config(place: Path | None) -> object:
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError("model", str(path), f"cannot be read: {error}", max_value_chars=80) from error
     return _without_unrelated(found)
+
+
+def _digest_file(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError("quantization_param_path", str(path), f"cannot be read: {error}") from error
 
 
 def _without_unrelated(found: object) -> object:

@@ -25,6 +25,7 @@ from kvtier.tiering.fs.folders import (
     LOCK_NAME,
     NAMESPACE_DOCUMENT_NAME,
     TEMPORARY_NAME,
+    TENANTS_NAME,
     USAGE_NAME,
     BlockFile,
     namespace_of,
@@ -36,7 +37,8 @@ from kvtier.tiering.fs.permissions import find_refusal
 from kvtier.tiering.fs.settings import NO_LIMIT_BYTES, FSSettings, explain_shrinking
 from kvtier.tiering.fs.shared_usage import SharedUsage, UsageRecord, read_record
 from kvtier.tiering.fs.system import Owner, current_owner
-from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
+from kvtier.tiering.fs.tenant_usage import forget_table
+from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES, Envelope, unpack
 from kvtier.tiering.kit.place import (
     FAULTS_OF_PLACE,
     Amount,
@@ -56,7 +58,7 @@ MAX_ATTEMPTS = 3
 """Readings of a name that leads to another file each time: an engine evicts the block and stores it again all the
 time. More would read it for ever."""
 
-OWN_NAMES = frozenset({LOCK_NAME, USAGE_NAME, TEMPORARY_NAME})
+OWN_NAMES = frozenset({LOCK_NAME, USAGE_NAME, TENANTS_NAME, TEMPORARY_NAME})
 
 
 class FSPlace(Place):
@@ -141,6 +143,8 @@ class FSPlace(Place):
         finally:
             if self._usage is not None:
                 self._usage.end_removal(announced_bytes, removed.num_bytes)
+            if removed.num:
+                forget_table(self._root / TENANTS_NAME)
         return removed
 
     def end_removal(self, namespaces: Collection[str]) -> None:
@@ -254,7 +258,7 @@ def _read_and_check(block: PlaceBlock, opener: Opener | None) -> _Reading:
         return _Reading(BlockState.UNREADABLE)
     try:
         status = os.fstat(fd)
-        whole = memoryview(_read_all(fd, status.st_size))
+        whole = memoryview(_read_all(fd, _count_sensible_bytes(fd, status.st_size)))
         # Engines read past the page cache or by themselves: what only this command reads need not stay in it.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     except OSError:
@@ -263,6 +267,16 @@ def _read_and_check(block: PlaceBlock, opener: Opener | None) -> _Reading:
         os.close(fd)
     state = check_bytes(whole, whole[HEADER_PAGE_BYTES:], block.namespace, name, opener)
     return _Reading(state, (status.st_dev, status.st_ino))
+
+
+def _count_sensible_bytes(fd: int, num_bytes: int) -> int:
+    """Return how much of a file is to be read: no more than its header where that tells another length.
+
+    A file of holes may be longer than memory.
+    """
+    header = unpack(os.pread(fd, HEADER_PAGE_BYTES, 0))
+    is_sensible = isinstance(header, Envelope) and HEADER_PAGE_BYTES + header.stored_bytes == num_bytes
+    return num_bytes if is_sensible else min(num_bytes, HEADER_PAGE_BYTES)
 
 
 def _read_all(fd: int, num_bytes: int) -> bytes:
@@ -322,6 +336,8 @@ def _remove_folders(top: Path) -> None:
         with suppress(OSError):  # another purge removes folders beside this one
             folders += top.glob(pattern)
     for folder in folders:
+        if folder.parent.is_symlink():
+            continue  # as above
         with suppress(OSError):  # an engine has stored a block in it meanwhile
             folder.rmdir()
     document = top / NAMESPACE_DOCUMENT_NAME
