@@ -296,6 +296,7 @@ def _as_place_block(block: BlockFile) -> PlaceBlock:
         used_s=block.mtime_ns / 1e9,
         stamp=(block.mtime_ns,),
         tenant=get_offload_tenant(OffloadKey(block.name)),
+        name=block.name,
     )
 
 

@@ -108,6 +108,7 @@ class SlabPlace(Place):
                     used_s=None,
                     stamp=(slot, found.generation),
                     tenant=None if found.is_encrypted else get_offload_tenant(OffloadKey(found.key)),
+                    name=found.key,
                 )
 
     def summary(self) -> PlaceSummary:
