@@ -206,7 +206,7 @@ def run_row(row: Row) -> Tally:
         if row.read is None:
             command += ["-q", "-p", "scripts.trust_counts", "-p", "no:cacheprovider"]
         paths = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
-        environment = {**os.environ, FILE_VARIABLE: str(counts), "PYTHONPATH": paths}
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, FILE_VARIABLE: str(counts), "PYTHONPATH": paths}
         try:
             done = subprocess.run(  # noqa: S603 - our own commands
                 command,
