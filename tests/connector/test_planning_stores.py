@@ -216,3 +216,10 @@ def test_every_block_is_stored_once_and_in_order_however_little_room_there_is(
         assert room.num_calls - num_before <= 2 * num_blocks.bit_length() + 2
 
     assert stored == state.keys[0]
+
+
+def test_states_that_an_engine_has_passed_over_are_not_stored() -> None:
+    states = GroupLayout(0, 4, 1, 1, num_tail_tokens=4, num_live_tokens=1)
+    state = make_request_state(FakeRequest("request", list(range(16))), 1)
+    state.blocks.replace([[-1, -1, -1, 7]], 0)
+    assert [block.block for block in list_storable_blocks([states], state, 16)] == [3]
