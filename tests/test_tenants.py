@@ -116,6 +116,21 @@ def test_a_quota_is_a_size_or_one_for_host_memory() -> None:
     assert make({"*": {"quota_bytes": 5}}).quota_of(tenant_number("carol"), "host") == 5
 
 
+def test_a_quota_may_be_one_for_a_tier() -> None:
+    tenants = make({"alice": {"quota_bytes": {"fs": "1KiB"}}, "*": {"quota_bytes": {"fs": 10, "host": 20}}})
+    assert tenants.quota_of(tenant_number("alice"), "fs") == 1024
+    assert tenants.quota_of(tenant_number("alice"), "host") is None
+    assert tenants.quota_of(0, "fs") == 10
+    assert tenants.has_quota("fs")
+
+
+def test_who_is_beyond_his_quota_is_told_by_how_much() -> None:
+    tenants = make({"alice": {"quota_bytes": {"fs": 100}}, "bob": {}, "*": {"quota_bytes": {"fs": 10}}})
+    alice, bob, carol = map(tenant_number, ("alice", "bob", "carol"))
+    assert tenants.excesses({alice: 101, bob: 10**9, carol: 11, 0: 10}, "fs") == {alice: 1, carol: 1}
+    assert tenants.excesses({alice: 101}, "host") == {}
+
+
 def test_labels_are_the_listed_names_and_two_more() -> None:
     tenants = make({"alice": {}, "*": {}})
     assert tenants.label_of(tenant_number("alice")) == "alice"
@@ -135,7 +150,7 @@ def test_labels_are_the_listed_names_and_two_more() -> None:
         {"alice": {"quota_bytes": True}},
         {"alice": {"quota_bytes": "9" * 400}},
         {"alice": {"quota_bytes": {"host": 0}}},
-        {"alice": {"quota_bytes": {"fs": "1GiB"}}},
+        {"alice": {"quota_bytes": {"fs": "much"}}},
         {"": {}},
         {5: {}},
         {"\ud800": {}},

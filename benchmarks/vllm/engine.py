@@ -26,6 +26,8 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
+    # Otherwise an engine with a connector computes with a core less than one without.
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
     "PYTHONHASHSEED": "0",

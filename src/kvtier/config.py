@@ -398,6 +398,7 @@ class OffloadingConfig:
         engine_host_bytes: host memory that the engine takes for itself, all of its processes together; None: unknown.
             Equal in every process, so from facts that do not change, not from what is in use.
         engines_per_host: engines that share the memory of this host, such as replicas of one server.
+        computes_last_token: whether the engine, when a load has brought a whole prompt, computes its last token again.
         extra_config: the settings, as the user wrote them.
         settings: the same, parsed.
     """
@@ -420,6 +421,7 @@ class OffloadingConfig:
     engine_kind: str = ""
     engine_host_bytes: int | None = None
     engines_per_host: int = 1
+    computes_last_token: bool = False
     # Neither is part of the repr: a tier's URL may carry a password, and a repr goes into logs.
     extra_config: Mapping[str, Any] = field(default_factory=dict, repr=False)  # Any: parsed below
     settings: Settings = field(init=False, repr=False)

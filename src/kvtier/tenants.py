@@ -9,11 +9,12 @@ Without the setting there are no tenants of requests, and nothing of this is cal
 """
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
+from kvtier.base import GROUP_INDEX_BYTES, OffloadKey
 from kvtier.config import Settings
 from kvtier.errors import ConfigError, UnknownNameError
 from kvtier.hints.values import MAX_NAME_CHARS, RequestHints
@@ -83,12 +84,40 @@ def salt_hash(block_hash: bytes, key: bytes) -> bytes:
     return hashlib.blake2b(block_hash, key=key, digest_size=len(block_hash)).digest()
 
 
+class OtherKeys(Collection[OffloadKey]):
+    """The keys that an eviction must leave alone: those of other tenants, and some more. Only ``in`` has a meaning.
+
+    Args:
+        tenant: whose blocks may go; None: everybody's.
+        kept: blocks that stay, in two collections whose ``in`` does not search.
+    """
+
+    def __init__(
+        self, tenant: int | None, kept: tuple[Collection[OffloadKey], Collection[OffloadKey]]
+    ) -> None:
+        self._digits = None if tenant is None else tenant.to_bytes(GROUP_INDEX_BYTES - 1, "big")
+        self._named, self._protected = kept
+
+    def __contains__(self, key: object) -> bool:
+        is_other = self._digits is not None and key[-GROUP_INDEX_BYTES:-1] != self._digits  # type: ignore[index]
+        return is_other or key in self._named or key in self._protected
+
+    def __iter__(self) -> Iterator[OffloadKey]:
+        raise TypeError("the keys of other tenants are not listed")
+
+    def __len__(self) -> int:
+        raise TypeError("the keys of other tenants are not counted")
+
+    def __bool__(self) -> bool:
+        return True
+
+
 @dataclass(frozen=True, slots=True)
 class TenantSettings:
     """What ``tenants`` says of one tenant, or of all others.
 
     Attributes:
-        quota_bytes: bytes that the tenant may keep where others want room, by place; only ``HOST`` keeps quotas.
+        quota_bytes: bytes that the tenant may keep where others want room, by place: ``HOST``, or the type of a tier.
     """
 
     quota_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -163,6 +192,20 @@ class Tenants:
         settings = self.others if name is None else self.by_name[name]
         return None if settings is None else settings.quota_bytes.get(tier)
 
+    def excesses(self, held_bytes: Mapping[int, int], place: str) -> dict[int, int]:
+        """Return by how many bytes tenants are beyond their quotas in a place, those who are. Pure.
+
+        Args:
+            held_bytes: what each keeps there, by number.
+            place: ``HOST``, or the type of a tier.
+        """
+        beyond = {}
+        for number, num_bytes in held_bytes.items():
+            quota_bytes = self.quota_of(number, place)
+            if quota_bytes is not None and num_bytes > quota_bytes:
+                beyond[number] = num_bytes - quota_bytes
+        return beyond
+
     def has_quota(self, place: str) -> bool:
         """Return whether any tenant has a quota in ``place``. Pure."""
         others = [] if self.others is None else [self.others]
@@ -232,11 +275,6 @@ def _parse_entry(name: str, entry: object, places: Collection[str]) -> TenantSet
     for place, size in value.items():
         if place not in places:
             raise UnknownNameError(f"tier in {setting}", str(place)[:MAX_SHOWN_CHARS], places)
-        if place != HOST:
-            remedy = (
-                "only host memory keeps quotas of tenants: leave it out, and give the tier its own capacity"
-            )
-            raise ConfigError(setting, place, remedy, max_value_chars=MAX_SHOWN_CHARS)
         quotas[place] = parse_bytes(f"{setting} in {place}", size)
     return TenantSettings(MappingProxyType(quotas))
 

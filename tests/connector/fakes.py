@@ -110,6 +110,21 @@ class FakeCachedRequests:
             self.resumed_req_ids.add(req_id)
 
 
+@dataclass(frozen=True)
+class FakeCopy:
+    """A copy of one device block into another."""
+
+    src_block_id: int
+    dst_block_id: int
+
+
+@dataclass(frozen=True)
+class FakeBlockState:
+    """By request the recurrent states that device blocks hold: group, device block, tokens."""
+
+    boundary_state_offloads: dict[str, list[tuple[int, int, int]]]
+
+
 @dataclass
 class FakeStep:
     """A scheduler output."""
@@ -118,6 +133,8 @@ class FakeStep:
     scheduled_cached_reqs: FakeCachedRequests = field(default_factory=FakeCachedRequests)
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     preempted_req_ids: set[str] | None = None
+    kv_cache_block_copies: list[FakeCopy] | None = None
+    kv_connector_block_state: FakeBlockState | None = None
 
 
 @dataclass(frozen=True)

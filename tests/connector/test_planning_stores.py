@@ -10,11 +10,12 @@ from tests.connector.fakes import FakeRequest
 from kvtier.base import OffloadKey, PrepareStoreOutput, ReqContext
 from kvtier.connector.groups import GroupLayout
 from kvtier.connector.planning import StorePlan, list_storable_blocks, offer_blocks
-from kvtier.connector.request_state import RequestState, make_request_state
+from kvtier.connector.request_state import KeptState, RequestState, make_request_state
 from kvtier.cpu.common import CPULoadStoreSpec
 
 FULL = GroupLayout(0, 4, 1, 1, None)
 PAIRS = GroupLayout(0, 4, 2, 2, None)
+STATE = GroupLayout(1, 4, 1, 1, num_tail_tokens=4, num_live_tokens=1, is_state=True)
 WINDOW = GroupLayout(1, 4, 1, 1, num_tail_tokens=7)
 
 
@@ -223,3 +224,41 @@ def test_states_that_an_engine_has_passed_over_are_not_stored() -> None:
     state = make_request_state(FakeRequest("request", list(range(16))), 1)
     state.blocks.replace([[-1, -1, -1, 7]], 0)
     assert [block.block for block in list_storable_blocks([states], state, 16)] == [3]
+
+
+def test_of_a_state_only_what_the_engine_keeps_is_storable_and_from_where_it_says() -> None:
+    state = running(16, 0, [1, 2, 3, 4], [0, 0, 0, 7])
+    state.blocks.kept_states = [KeptState(1, 9, 8), KeptState(1, 7, 14), KeptState(1, 8, 20)]
+
+    storable = list_storable_blocks([FULL, STATE], state, 16)
+    (plan,) = offer_blocks([FULL, STATE], state, storable, Room(10).prepare_store).plans
+
+    assert [(found.group_idx, found.block) for found in storable] == [(0, 0), (0, 1), (1, 1), (0, 2), (0, 3)]
+    assert plan.device_blocks == [1, 2, 3, 4, 9]
+    assert tuple(plan.device_spec.group_sizes) == (4, 1)
+    assert plan.keys[-1] == state.keys[1][1]
+
+
+def test_states_are_offered_once_and_not_where_the_engine_keeps_none() -> None:
+    state = running(16, 0, [1, 2, 3, 4], [0, 0, 0, 7])
+    state.blocks.kept_states = [KeptState(1, 9, 8)]
+
+    assert (1, 1) in blocks_of([FULL, STATE], state, 16)
+
+    state.stores.next_tokens = 0
+    assert not [group for group, _ in blocks_of([FULL, STATE], state, 16) if group == 1]
+
+
+def test_states_beyond_the_requests_limit_are_not_stored() -> None:
+    state = running(16, 0, [1, 2, 3, 4], [0, 0, 0, 7], params={"max_store_tokens": 9})
+    state.blocks.kept_states = [KeptState(1, 9, 8), KeptState(1, 7, 12)]
+
+    assert [found for found in blocks_of([FULL, STATE], state, 16) if found[0] == 1] == [(1, 1)]
+
+
+def test_states_computed_before_a_reset_are_not_stored() -> None:
+    state = running(16, 0, [1, 2, 3, 4], [0, 0, 0, 7])
+    state.blocks.kept_states = [KeptState(1, 9, 8)]
+    state.on_reset()
+
+    assert blocks_of([FULL, STATE], state, 16) == []

@@ -106,6 +106,7 @@ class EngineOptions:
         calls_preemption_hook: workers are told of a step before its loads begin, or by that alone.
         is_layerwise: requests may be computed while they are loaded; no step is planned ahead then.
         is_choosing: only what is faster than computing is loaded.
+        computes_last_token: whether a prompt may be loaded whole, whose last token is computed again.
         cache_policy: of the primary tier in front of another.
         tier_settings: what each tier wants, fastest first; of several the first is small.
     """
@@ -124,6 +125,7 @@ class EngineOptions:
     calls_preemption_hook: bool = True
     is_layerwise: bool = False
     is_choosing: bool = False
+    computes_last_token: bool = False
     cache_policy: str = "lru"
     tier_settings: tuple[TierSettings, ...] = (TierSettings(),)
 
@@ -150,7 +152,13 @@ class ConnectorDriver:
         if factor > 1:
             extra["block_size"] = groups[0].block_size_tokens * factor
         config = OffloadingConfig(
-            "model", ModelIdentity("m"), groups, HASH_TOKENS, world_size=NUM_WORKERS, extra_config=extra
+            "model",
+            ModelIdentity("m"),
+            groups,
+            HASH_TOKENS,
+            world_size=NUM_WORKERS,
+            computes_last_token=options.computes_last_token,
+            extra_config=extra,
         )
         rows = HostRows(options.num_slots, NUM_WORKERS, factor)
         self.clock = ManualClock()

@@ -122,6 +122,7 @@ class SimEngine:
             self.groups,
             self._config.block_size_factor,
             is_prompt_only=self._config.settings.offload_prompt_only,
+            computes_last_token=self._config.computes_last_token,
         )
         self._note_load_jobs(metadata)
         self.seen["two steps under way"] += bool(works and self.steps and self.steps[-1].works)
@@ -262,7 +263,6 @@ class SimEngine:
         num_local, num_external, local, is_layerwise = searched
         num_computed = request.num_computed or num_local + num_external
         missing = request.num_tokens - num_computed
-        assert missing > 0, "a token must be left to compute"
         is_to_wait = num_external > 0 and not is_layerwise
         num_new = 0 if is_to_wait else min(chunk, missing)
         if self.cache.holds_new_state(local) or not self.cache.fits(request, local, num_computed):
@@ -303,6 +303,7 @@ class SimEngine:
             self.seen["told to wait for a load by layer"] += bool(self._arriving) and num_local > 0
             return None
         assert self._can_wait_by_layer or is_async is (found > 0)
+        assert is_async or num_local + found < request.num_tokens, "a token must be left to compute"
         assert found == 0 or not request.has_failed_load, (
             f"{request.request_id} loads again after a failed load"
         )
@@ -449,6 +450,9 @@ class SimEngine:
             request.num_computed, request.is_load_void = 0, False
             self.cache.free(request)
         self.cache.publish(request, request.num_computed)
+        if request.num_computed == request.num_tokens:
+            request.num_computed -= 1  # the token to sample from is computed again
+            self.seen["load of a whole prompt"] += 1
 
     def _num_reserved_blocks(self) -> int:
         """Return the blocks that prompts under way still need: a load must not take them."""

@@ -23,6 +23,7 @@ def check_metadata(
     block_size_factor: int,
     *,
     is_prompt_only: bool,
+    computes_last_token: bool,
 ) -> None:
     """Check the jobs of one step against the requests as they are when it is planned."""
     for job in metadata.store_jobs.values():
@@ -34,7 +35,8 @@ def check_metadata(
             assert end <= limit, f"{job.req_id}: a block that ends at {end} is stored, {limit} are allowed"
     for job in metadata.load_jobs.values():
         request = requests[job.req_id]
-        limit = min(request.limit("load"), request.num_tokens - 1)
+        is_last_loaded = computes_last_token and not job.is_layerwise
+        limit = min(request.limit("load"), request.num_tokens - (not is_last_loaded))
         # What the same step computes after a load by layer is counted already.
         num_held = request.num_computed - (request.num_in_flight if job.is_layerwise else 0)
         num_local = num_held - request.num_external
@@ -66,8 +68,12 @@ def check_records(records: Sequence[RequestRecord], requests: Sequence[SimReques
 
 
 def _is_record_of(record: RequestRecord, request: SimRequest) -> bool:
-    """Return whether a record has what the engine knows: a load brings all of its tokens, or none."""
-    num_local, num_external = request.first_begin or (0, 0)
+    """Return whether a record has what the engine knows: a load brings all of its tokens, or none.
+
+    The last token of a prompt is computed, even if a load has brought it.
+    """
+    num_local, num_loaded = request.first_begin or (0, 0)
+    num_external = min(num_loaded, record.num_prompt_tokens - 1 - num_local)
     origins = dict(record.tokens_by_origin)
     num_device_tokens = origins.pop("device", 0)
     has_failed = any(run.miss.cause is MissCause.LOAD_FAILED for run in record.missed)

@@ -53,6 +53,7 @@ EVENTS = frozenset(
         "load good",
         "load lost",
         "load of output tokens",
+        "load of a whole prompt",
         "load of part of a table",
         "load of the rest of a block",
         "load to resume",
@@ -102,6 +103,7 @@ class ConnectorModel(RuleBasedStateMachine):
             copies_newest_first=st.booleans(),
             calls_preemption_hook=st.booleans(),
             has_region=st.booleans(),
+            computes_last_token=st.booleans(),
         ),
         is_calm=st.booleans(),
     )

@@ -38,6 +38,8 @@ def test_the_last_block_of_a_prompt_is_found_only_if_tokens_follow_it() -> None:
     longer = [prompt(0, 1, 2), prompt(50, 1, 2, num_more_tokens=3)]
 
     assert (bound_of(*whole), bound_of(*longer)) == (10, 20)
+    # A load brings it: the engine computes only the last token again.
+    assert bound_of(*whole, host=HostModel(9)) == 20
 
 
 def test_memory_of_all_tiers_counts_as_one() -> None:
@@ -46,8 +48,8 @@ def test_memory_of_all_tiers_counts_as_one() -> None:
     disk = TierModel("disk", 1, FAST)
 
     assert bound_of(*prompts) == 30
-    assert bound_of(*prompts, host=HostModel(1)) == 40
-    assert bound_of(*prompts, host=HostModel(1, tiers=(disk,))) == 50
+    assert bound_of(*prompts, host=HostModel(1)) == 50
+    assert bound_of(*prompts, host=HostModel(1, tiers=(disk,))) == 60
 
 
 def test_nobody_has_asked_for_a_bound() -> None:

@@ -121,8 +121,8 @@ def test_what_the_device_gave_away_is_loaded_from_the_host() -> None:
 
     done = serve(trace, ENGINE, host)
 
-    assert sources_of(done)["2"] == {"host": 20}
-    assert done[2].first_token_s == pytest.approx(20 + (0.5 + 2.0) + 1.0)
+    assert sources_of(done)["2"] == {"host": 29}
+    assert done[2].first_token_s == pytest.approx(20 + (0.5 + 3.0) + 0.1)
 
 
 def test_what_the_host_has_evicted_is_promoted_from_a_tier() -> None:
@@ -131,10 +131,10 @@ def test_what_the_host_has_evicted_is_promoted_from_a_tier() -> None:
 
     found = simulate(trace, ENGINE, HostModel(3, speed=FAST, tiers=(tier,)))
 
-    assert found.total.hit_tokens == {DEVICE: 0, "disk": 20}
-    assert found.num_saved_tokens == 20
-    assert found.hit_ratio("disk") == 20 / 90
-    assert [(one.name, one.num_read_blocks) for one in found.tiers] == [("host", 2), ("disk", 2)]
+    assert found.total.hit_tokens == {DEVICE: 0, "disk": 29}
+    assert found.num_saved_tokens == 29
+    assert found.hit_ratio("disk") == 29 / 90
+    assert [(one.name, one.num_read_blocks) for one in found.tiers] == [("host", 3), ("disk", 3)]
 
 
 def test_a_promotion_takes_the_time_of_its_link() -> None:
@@ -143,7 +143,7 @@ def test_a_promotion_takes_the_time_of_its_link() -> None:
 
     done = serve(trace, ENGINE, HostModel(3, speed=FAST, tiers=(tier,)))
 
-    assert done[2].first_token_s == pytest.approx(20 + (0.25 + 2.0) + 1.0, abs=1e-5)
+    assert done[2].first_token_s == pytest.approx(20 + (0.25 + 3.0) + 0.1, abs=1e-5)
 
 
 def test_a_second_tier_has_what_the_first_has_evicted() -> None:
@@ -153,7 +153,7 @@ def test_a_second_tier_has_what_the_first_has_evicted() -> None:
 
     found = simulate(trace, ENGINE, HostModel(3, speed=FAST, tiers=(small, large)))
 
-    assert found.total.hit_tokens == {DEVICE: 0, "store": 20}
+    assert found.total.hit_tokens == {DEVICE: 0, "store": 29}
 
 
 def test_a_tier_that_is_too_slow_costs_its_deadlines_and_the_request_is_computed() -> None:
@@ -176,12 +176,12 @@ def test_a_request_whose_blocks_are_on_their_way_is_passed() -> None:
         request(20, 1, 2, 3),
         request(20.1, 10),
     )
-    tier = TierModel("disk", 100, LinkSpeed(50.0, 1e9))
+    tier = TierModel("disk", 100, LinkSpeed(75.0, 1e9))
 
-    done = serve(trace, engine, HostModel(3, speed=FAST, tiers=(tier,)))
+    done = serve(trace, engine, HostModel(4, speed=FAST, tiers=(tier,)))
 
     assert [one.request_id for one in done] == ["0", "1", "2", "4", "3"]
-    assert sources_of(done)["3"] == {"disk": 20}
+    assert sources_of(done)["3"] == {"disk": 29}
 
 
 def test_a_passed_request_keeps_its_place_before_those_that_came_later() -> None:
@@ -189,7 +189,7 @@ def test_a_passed_request_keeps_its_place_before_those_that_came_later() -> None
     trace = trace_of(
         request(0, 1, 2, 3), request(10, 4, 5, 6), request(20, 1, 2, 3), request(20, 7), request(20, 8)
     )
-    tier = TierModel("disk", 100, LinkSpeed(150.0, 1e9))
+    tier = TierModel("disk", 100, LinkSpeed(225.0, 1e9))
 
     done = serve(trace, engine, HostModel(3, speed=FAST, tiers=(tier,)))
 
@@ -208,7 +208,7 @@ def test_a_loaded_prefix_is_shared_before_the_rest_of_the_prompt_is_computed() -
 
     done = serve(trace, engine, HostModel(100, speed=FAST))
 
-    assert sources_of(done)["3"] == {"host": 20}
+    assert sources_of(done)["3"] == {"host": 29}
     assert sources_of(done)["4"] == {DEVICE: 20}
 
 

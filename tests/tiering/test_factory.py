@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import pytest
 from tests.own_classes import write_package
+from tests.tiering.tenant_driver import config_of_tenants
 
 from kvtier.config import OffloadingConfig
 from kvtier.errors import ConfigError, NamedClassError, UnknownNameError
@@ -12,7 +13,7 @@ from kvtier.testing.tier_suite import TierDriver, make_config, make_rows
 from kvtier.tiering.admission import TierAdmission
 from kvtier.tiering.base import TierSettings
 from kvtier.tiering.example import ExampleSecondaryTier
-from kvtier.tiering.factory import TIERS, create_secondary_tier
+from kvtier.tiering.factory import TIERS, create_secondary_tier, require_quotas
 
 
 def test_other_keys_are_constructor_arguments_and_common_ones_become_settings() -> None:
@@ -24,6 +25,18 @@ def test_other_keys_are_constructor_arguments_and_common_ones_become_settings() 
     assert tier.settings.required
     assert tier.settings.job_timeout_s == 2.0
     assert entry == before
+
+
+@pytest.mark.parametrize("name", ["example", "valkey", "obj", "mooncake"])
+def test_a_quota_in_a_tier_that_keeps_none_is_refused_before_the_tier_is_built(name: str) -> None:
+    config = config_of_tenants(name, {"alice": 2**20})
+    with pytest.raises(ConfigError, match=f"tier '{name}' keeps no quotas"):
+        require_quotas(name, TIERS.resolve(name), config.settings)
+
+
+def test_a_quota_of_host_memory_alone_is_no_tiers_concern() -> None:
+    config = config_of_tenants("host", {"alice": 2**20})
+    require_quotas("valkey", TIERS.resolve("example"), config.settings)
 
 
 def test_a_missing_type_names_the_known_ones() -> None:

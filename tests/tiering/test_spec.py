@@ -37,7 +37,7 @@ from kvtier.factory import OffloadingSpecFactory
 from kvtier.testing.tier_suite import key_of
 from kvtier.tiering.base import TierSettings
 from kvtier.tiering.example import ExampleSecondaryTier
-from kvtier.tiering.factory import TIERS
+from kvtier.tiering.factory import TIERS, check_tier_config
 from kvtier.tiering.manager import TieringOffloadingManager
 from kvtier.tiering.spec import TieringOffloadingSpec
 from kvtier.worker.worker import OffloadingWorker
@@ -177,6 +177,30 @@ def test_a_tier_that_cannot_start_is_left_out_unless_it_is_required(unable_tier:
     assert leftovers("strict") == []
 
 
+class BareTier(ExampleSecondaryTier):
+    """Its client library is not installed."""
+
+    def __init__(self, config: OffloadingConfig, primary_kv_view: memoryview, settings: TierSettings) -> None:
+        raise MissingExtraError("redis", "valkey")
+
+
+def test_a_tier_without_its_client_library_is_left_out_unless_it_is_required(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    entries: list[dict[str, object]] = [{"type": f"{__name__}:BareTier"}, {"type": "example"}]
+    spec = TieringOffloadingSpec(make_config(None, "bare", secondary_tiers=entries))
+    assert [name for name in spec.get_manager().stats() if name.endswith(".blocks")] == [
+        "tier.0.example.blocks"
+    ]
+    spec.shutdown()
+    assert "left out" in caplog.text
+    assert "pip install 'kvtier[valkey]'" in caplog.text
+    entries[0]["required"] = True
+    with pytest.raises(MissingExtraError):
+        TieringOffloadingSpec(make_config(None, "strict", secondary_tiers=entries)).get_manager()
+    assert leftovers("strict") == []
+
+
 AWAY: dict[str, dict[str, object]] = {
     "valkey": {"url": "redis://127.0.0.1:1"},
     "obj": {"url": "http://127.0.0.1:1/blocks", "allow_http": True},
@@ -191,10 +215,11 @@ def test_an_engine_starts_without_a_tier_s_server_and_says_why_unless_the_tier_i
 ) -> None:
     entry = {"type": name, **AWAY[name]}
     try:
-        spec = TieringOffloadingSpec(make_config(None, f"away-{name}", secondary_tiers=[entry]))
-        manager = spec.get_manager()
+        check_tier_config(entry)
     except MissingExtraError as error:
         pytest.skip(str(error))
+    spec = TieringOffloadingSpec(make_config(None, f"away-{name}", secondary_tiers=[entry]))
+    manager = spec.get_manager()
     assert isinstance(manager, TieringOffloadingManager)
     request = ReqContext("a")
     assert manager.lookup(key_of(1), request) is False

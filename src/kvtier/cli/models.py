@@ -25,10 +25,6 @@ from kvtier.errors import ConfigError
 if TYPE_CHECKING:
     from kvtier.engines.transformers.trial import Trial
 
-BLOCK_SIZE_TOKENS = 8
-STATE_INTERVAL_TOKENS = 16
-"""Small, so that a short prompt has several."""
-
 MAX_TRIAL_S = 120.0
 """Seconds after which a tiny model counts as hanging; most take two. Models of one's own have no limit."""
 
@@ -150,24 +146,27 @@ def row_as_json(row: "Trial") -> dict[str, Any]:  # Any: values of several types
 
 def make_page(rows: Sequence["Trial"]) -> str:
     """Return the page with the table of models, in Markdown. Pure."""
-    import transformers
+    from kvtier.engines.transformers.trial import LIBRARY
 
     counts: dict[str, int] = {}
     for row in rows:
         counts[row.outcome.value] = counts.get(row.outcome.value, 0) + 1
-    summary = ", ".join(
-        f"{num} {outcome}" for outcome, num in sorted(counts.items(), key=lambda one: -one[1])
-    )
+    lines_of_counts = [
+        f"| {outcome} | {num} |" for outcome, num in sorted(counts.items(), key=lambda one: -one[1])
+    ]
     lines = [
         "# Models that were tried",
         "",
-        "Made by `kvtier models --out docs/results/models.md`, on the CPU in float32. It tries every architecture",
-        f"that transformers {transformers.__version__} offers as a causal language model, one row for each class:",
-        f"{summary}.",
+        "Made by `kvtier models --out docs/results/models.md`, on the CPU in float32. It tries every architecture that",
+        f"{LIBRARY} offers as a causal language model, one row for each class.",
         "",
         "The models are tiny, with random weights; real checkpoints were not tried. Each row is one prompt, answered",
         "four times: computed, from the device, from host memory, and from an fs tier after a restart. *Served* means",
         "that all answers have the tokens of plain `model.generate`. Bytes are those of the tiny model.",
+        "",
+        "| outcome | models |",
+        "|---|---:|",
+        *lines_of_counts,
         "",
         "| model type | outcome | equal from | bytes of a token | bytes of a state | why |",
         "|---|---|---|---|---|---|",
@@ -211,26 +210,12 @@ def _take_row(one: _Running, max_trial_s: float | None) -> "Trial | None":
 
 
 def _try(subject: Subject) -> "Trial":
-    from dataclasses import replace
-
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from kvtier.engines.transformers.tiny_models import build_tiny_model
-    from kvtier.engines.transformers.trial import Outcome, Trial, try_model
-    from kvtier.errors import ModelError
+    from kvtier.engines.transformers.trial import try_architecture, try_folder
 
     with tempfile.TemporaryDirectory(prefix="kvtier-models-") as folder:
         if subject.path:
-            own = AutoModelForCausalLM.from_pretrained(subject.path, local_files_only=True, dtype="auto")
-            return try_model(own, Path(folder))
-        torch.set_num_threads(1)
-        try:
-            tiny = build_tiny_model(subject.model_type)
-        except ModelError as error:
-            return Trial(subject.model_type, Outcome.NOT_BUILT, str(error))
-        row = try_model(tiny, Path(folder), BLOCK_SIZE_TOKENS, STATE_INTERVAL_TOKENS)
-        return replace(row, model_type=subject.model_type)
+            return try_folder(Path(subject.path), Path(folder))
+        return try_architecture(subject.model_type, Path(folder))
 
 
 def _cells(row: "Trial") -> list[str]:

@@ -42,6 +42,7 @@ class GroupLayout:
             means the whole prefix.
         num_live_tokens: an engine keeps the device blocks of so many tokens before the end; None means as many as
             ``num_tail_tokens``. A state is kept in the block of the last token, and only there.
+        is_state: whether a block is a recurrent state after its last token, rather than the KV of its tokens.
         block_tokens: tokens in an offloaded block.
     """
 
@@ -51,6 +52,7 @@ class GroupLayout:
     hashes_per_block: int
     num_tail_tokens: int | None
     num_live_tokens: int | None = None
+    is_state: bool = False
     block_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,6 +65,15 @@ class GroupLayout:
         if self.num_tail_tokens is None:
             return None
         return max(1, math.ceil(self.num_tail_tokens / self.block_tokens))
+
+    @property
+    def can_compute_last_token(self) -> bool:
+        """Whether the last token of a loaded prefix can be computed again from what the load has brought.
+
+        A window reads the token in front of its tail then, which is there when it shares a device block with the tail.
+        A state cannot be taken back by a token: its tail is its block.
+        """
+        return self.num_tail_tokens is None or self.num_tail_tokens % self.device_block_tokens != 0
 
     def span(self, first_token: int, end_token: int) -> BlockSpan:
         """Return the blocks to load so that a request can go on after ``end_token`` tokens. Pure.
@@ -102,6 +113,7 @@ def make_group_layouts(spec: OffloadingSpec) -> tuple[GroupLayout, ...]:
             hashes_per_block=device_block_tokens * factor // spec.hash_block_size,
             num_tail_tokens=_num_tail_tokens(group),
             num_live_tokens=1 if group.kind is GroupKind.STATE else None,
+            is_state=group.kind is GroupKind.STATE,
         )
         for idx, (device_block_tokens, group) in enumerate(
             zip(spec.gpu_block_size, spec.config.groups, strict=True)

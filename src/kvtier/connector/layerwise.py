@@ -59,7 +59,7 @@ class LayerwiseChoice:
         self._num_able_workers += change
 
     def choose(self, state: RequestState, *, can_wait_by_layer: bool, num_open_loads: int) -> bool:
-        """Return whether a request that has something to load computes while it is loaded.
+        """Return whether a request computes while it is loaded, if there is something to load.
 
         Args:
             state: the request.

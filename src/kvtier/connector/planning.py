@@ -3,18 +3,21 @@
 A load reads every block of its tokens, group by group. A store has two steps: ``list_storable_blocks`` finds the blocks
 that this step makes full, and ``offer_blocks`` reserves slots for them in the manager, for fewer at a time when there
 is no room for all.
+
+A recurrent state is overwritten as its request goes on, so most blocks of a state group never hold the state after
+their last token. Where the engine names those that do (``KeptState``), they are stored and no others.
 """
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import filterfalse, repeat
 from operator import attrgetter
 from typing import NamedTuple
 
 from kvtier.base import GPULoadStoreSpec, LoadStoreSpec, OffloadKey, PrepareStoreOutput, ReqContext
 from kvtier.connector.groups import GroupLayout
-from kvtier.connector.request_state import RequestState
+from kvtier.connector.request_state import KeptState, RequestState
 from kvtier.errors import InvariantError
 
 NEVER_TOKENS = sys.maxsize
@@ -39,12 +42,21 @@ class LoadPlan:
 
 
 class StorableBlock(NamedTuple):
-    """A block that could be stored; sorts by position."""
+    """A block that could be stored; sorts by position.
+
+    Attributes:
+        end_token: the token behind it.
+        group_idx: its KV group.
+        block: its index within the request.
+        key: its key.
+        device_block: where its bytes are, when that is not its place in the block table.
+    """
 
     end_token: int
     group_idx: int
     block: int
     key: OffloadKey
+    device_block: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +148,9 @@ def list_storable_blocks(
     state.grow_keys(layouts)
     found: list[StorableBlock] = []
     next_tokens = NEVER_TOKENS
-    for layout in layouts:
+    # States that the engine names are where it says, not where the block table has a place for them.
+    positional = layouts if tables.kept_states is None else filterfalse(attrgetter("is_state"), layouts)
+    for layout in positional:
         idx, block_tokens, keys = layout.idx, layout.block_tokens, state.keys[layout.idx]
         first = stores.next_blocks[idx]
         if layout.num_tail_tokens is not None:
@@ -145,16 +159,36 @@ def list_storable_blocks(
         num_allocated = len(tables.block_ids[idx]) // layout.block_size_factor
         end = min(end_token // block_tokens, len(keys), num_allocated)
         if layout.num_tail_tokens is not None:
-            # An engine may name none for a state that it has passed over in one step.
-            table = tables.block_ids[idx]
-            while first < end and table[first * layout.block_size_factor] < 0:
-                first += 1
+            first = _skip_unnamed(layout, tables.block_ids[idx], first, end)
         ends = range((first + 1) * block_tokens, (end + 1) * block_tokens, block_tokens)
         found += map(StorableBlock, ends, repeat(idx), range(first, end), keys[first:end])
         next_tokens = min(next_tokens, (max(first, end) + 1) * block_tokens)
     # A request that decodes past its limit would otherwise be planned for in each step, and for nothing.
     stores.next_tokens = next_tokens if limit is None or next_tokens <= limit else NEVER_TOKENS
+    if tables.kept_states:
+        found += _find_kept(layouts, state, tables.kept_states, end_token)
+        tables.kept_states = ()
     return found if len(layouts) == 1 else sorted(found)
+
+
+def _skip_unnamed(layout: GroupLayout, table: Sequence[int], first: int, end: int) -> int:
+    """Return the first block with a device block: an engine may name none for a state that one step has passed over."""
+    while first < end and table[first * layout.block_size_factor] < 0:
+        first += 1
+    return first
+
+
+def _find_kept(
+    layouts: Sequence[GroupLayout], state: RequestState, kept: Sequence[KeptState], end_token: int
+) -> list[StorableBlock]:
+    """Return the states that end with a block, have a key and are not beyond ``end_token``."""
+    found: list[StorableBlock] = []
+    for group_idx, device_block, num_tokens in kept:
+        keys, block_tokens = state.keys[group_idx], layouts[group_idx].block_tokens
+        block = num_tokens // block_tokens - 1
+        if num_tokens % block_tokens == 0 and num_tokens <= end_token and 0 <= block < len(keys):
+            found.append(StorableBlock(num_tokens, group_idx, block, keys[block], device_block))
+    return found
 
 
 def offer_blocks(
@@ -219,8 +253,12 @@ def _plan_store(
     block_indices: list[int] = []
     for layout in layouts:
         factor, table = layout.block_size_factor, state.blocks.block_ids[layout.idx]
-        blocks = [block.block for block in stored if block.group_idx == layout.idx]
-        if blocks and blocks == list(range(blocks[0], blocks[-1] + 1)):  # as nearly always
+        own = [block for block in stored if block.group_idx == layout.idx]
+        blocks = [block.block for block in own]
+        named = [block.device_block for block in own if block.device_block is not None]
+        if named:
+            device_blocks += named
+        elif blocks and blocks == list(range(blocks[0], blocks[-1] + 1)):  # as nearly always
             device_blocks += table[blocks[0] * factor : (blocks[-1] + 1) * factor]
         else:
             for block in blocks:

@@ -12,6 +12,11 @@ from typing import NamedTuple
 from kvtier.base import OffloadingManager, OffloadKey, ReqContext
 from kvtier.connector.groups import GroupLayout
 
+LONE_BLOCK_TOKENS = 64
+"""A last block shorter than this is not loaded alone, when the device holds everything before it: its request would
+wait for a further step of the engine, which costs more than so few tokens in a step that computes anyway. Zero delays
+such requests by a step; a large value computes whole blocks of 128 tokens that could be loaded."""
+
 
 class FoundPrefix(NamedTuple):
     """The prefix that device memory and the tiers hold together.
@@ -50,6 +55,19 @@ def split_by_need(layouts: Sequence[GroupLayout]) -> SearchGroups:
     windows = tuple(layout for layout in layouts if layout.num_tail_tokens is not None)
     common_tokens = math.lcm(*(layout.block_tokens for layout in layouts))
     return SearchGroups(full, windows, common_tokens, (*full, *windows)[0])
+
+
+def find_max_end(groups: SearchGroups, num_tokens: int, num_local_tokens: int) -> int:
+    """Return up to which token to load a prompt at most whose last token the engine computes again. Pure.
+
+    Args:
+        groups: the KV groups.
+        num_tokens: length of the prompt.
+        num_local_tokens: tokens that device memory holds.
+    """
+    num_missing = num_tokens - num_local_tokens
+    is_lone = num_local_tokens > 0 and num_missing <= groups.common_tokens
+    return num_tokens - 1 if is_lone and num_missing < LONE_BLOCK_TOKENS else num_tokens
 
 
 def find_loadable_end(

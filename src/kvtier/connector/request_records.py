@@ -150,7 +150,8 @@ class RequestRecords:
         missed: tuple[MissedRun, ...] = ()
         # A request that misses nothing pays for no cause: the partial block is added where the record is made.
         common_tokens = self._groups.common_tokens
-        loadable = last_token // common_tokens * common_tokens
+        max_end_token = last_token if search.max_end_token is None else search.max_end_token
+        loadable = min(last_token, max_end_token // common_tokens * common_tokens)
         if first_token < loadable:
             missed = self._explain(state, first_token, loadable, num_external_tokens)
         state.begun = BegunRequest(
@@ -259,7 +260,7 @@ class RequestRecords:
         layout = self._groups.first if short is None else self._layouts[int(short.detail["group"])]
         keys, block = state.keys[layout.idx], first_token // layout.block_tokens
         if layout.num_tail_tokens is not None:  # of a window its last block
-            block = max(block, end_token // layout.block_tokens - 1)
+            block = max(block, (end_token - 1) // layout.block_tokens)
         miss = None
         if block < len(keys):
             key = keys[block]
@@ -361,6 +362,16 @@ def count_tokens_by_tier(
     )
 
 
+def take_first(tokens: Mapping[str, int], num_tokens: int) -> dict[str, int]:
+    """Return the first ``num_tokens`` of ``tokens``, in the order of their names, none of them zero. Pure."""
+    taken: dict[str, int] = {}
+    for name, num_named in tokens.items():
+        if num := min(num_named, num_tokens):
+            taken[name] = num
+            num_tokens -= num
+    return taken
+
+
 def add_tokens(totals: dict[str, int], tokens: Mapping[str, int]) -> None:
     """Add ``tokens`` to the totals of the same names."""
     for name, num_tokens in tokens.items():
@@ -381,11 +392,9 @@ def make_record(ended: EndedRequest) -> RequestRecord:
         missed = (MissedRun(first_token, num_left, ended.failure), *missed)
     elif ended.failure is None:
         # A load may bring the last token too, which is computed all the same.
-        for tier, num_tokens in ended.tokens_by_tier.items():
-            origin, taken = _origin_of(tier), min(num_tokens, num_left)
-            num_left -= taken
-            if taken:
-                origins[origin] = origins.get(origin, 0) + taken
+        for tier, num_tokens in take_first(ended.tokens_by_tier, num_left).items():
+            origin = _origin_of(tier)
+            origins[origin] = origins.get(origin, 0) + num_tokens
     return RequestRecord(
         ended.req_id, begun.began_s, ended.num_prompt_tokens, origins, missed, begun.waited_s, begun.first_key
     )
@@ -412,7 +421,7 @@ def divide_missed(
         state: the request, whose search has its final answer.
         groups: the KV groups.
         first_token: tokens before it are on the device or loaded.
-        loadable: tokens that could be loaded: whole blocks, without the last token.
+        loadable: tokens that could be loaded and are not computed all the same, as the last one is.
         num_external_tokens: tokens that the engine loads.
     """
     common = groups.common_tokens

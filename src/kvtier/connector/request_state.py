@@ -62,6 +62,7 @@ class SearchState:
 
     Attributes:
         num_local_tokens: tokens found in device memory; None before the first search.
+        max_end_token: where a load ends at the latest, whatever its client says; None before the first search.
         blocking_job: the load, for another request, that this one waits for.
         is_touched: whether its keys were touched since it arrived.
         is_layerwise: whether the last answer lets it compute while its load runs.
@@ -72,6 +73,7 @@ class SearchState:
     """
 
     num_local_tokens: int | None = None
+    max_end_token: int | None = None
     blocking_job: TransferJobId | None = None
     is_touched: bool = False
     is_layerwise: bool = False
@@ -176,6 +178,20 @@ class AuditState:
         return self.arm is Arm.AUDITED and not self.is_searched
 
 
+class KeptState(NamedTuple):
+    """A device block that holds a recurrent state after a step.
+
+    Attributes:
+        group_idx: its KV group.
+        device_block: the device block.
+        num_tokens: the state is the one after so many tokens of its request.
+    """
+
+    group_idx: int
+    device_block: int
+    num_tokens: int
+
+
 @dataclass(slots=True)
 class BlockTables:
     """The device blocks of the request.
@@ -186,6 +202,8 @@ class BlockTables:
         num_freed_tokens: tokens computed when the engine last freed what had left a window.
         is_allocated: whether device blocks are allocated to it.
         is_stale: whether its device blocks were computed before a reset; then they are not stored.
+        kept_states: the recurrent states that its device blocks hold after the step being planned; None: each block of
+            a state group holds the one after its last token, as far as the engine does not say otherwise.
     """
 
     block_ids: list[list[int]]
@@ -193,6 +211,7 @@ class BlockTables:
     num_freed_tokens: int = 0
     is_allocated: bool = False
     is_stale: bool = False
+    kept_states: Sequence[KeptState] | None = None
 
     def replace(self, block_ids: Sequence[Sequence[int]], num_computed_tokens: int) -> None:
         """Replace the whole block table."""
@@ -429,48 +448,3 @@ def follow_allocations(requests: Mapping[str, RequestState], output: SchedulerOu
             state.blocks.replace(block_ids, num_computed_tokens)
         else:
             state.blocks.append(block_ids, num_computed_tokens)
-
-
-def list_written_blocks(
-    layouts: Sequence[GroupLayout], requests: Mapping[str, RequestState], output: SchedulerOutput
-) -> list[int]:
-    """Return the device blocks that a step may write to or takes from a request. Pure.
-
-    Stores that read them must end first. Blocks given to a request that is not known are among them.
-
-    Args:
-        layouts: the KV groups.
-        requests: the requests that are known, before ``follow_allocations`` for this step.
-        output: the step.
-    """
-    written: list[int] = []
-    for req_id in output.preempted_req_ids or ():
-        if (state := requests.get(req_id)) is not None:
-            written.extend(block_id for table in state.blocks.block_ids for block_id in table)
-    for new in output.scheduled_new_reqs:
-        written += list_uncomputed_blocks(layouts, new.block_ids, new.num_computed_tokens)
-    cached = output.scheduled_cached_reqs
-    for req_id, block_ids, num_computed_tokens in zip(
-        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-    ):
-        if block_ids is None:
-            continue
-        if req_id in cached.resumed_req_ids:
-            written += list_uncomputed_blocks(layouts, block_ids, num_computed_tokens)
-        else:
-            written.extend(block_id for ids in block_ids for block_id in ids)
-    return written
-
-
-def list_uncomputed_blocks(
-    layouts: Sequence[GroupLayout], block_ids: Sequence[Sequence[int]], num_computed_tokens: int
-) -> list[int]:
-    """Return the device blocks of a new block table that do not hold computed tokens alone. Pure.
-
-    The blocks before those may be shared with the request that computed them; reading them needs no fence.
-    """
-    return [
-        block_id
-        for layout, table in zip(layouts, block_ids, strict=True)
-        for block_id in table[num_computed_tokens // layout.device_block_tokens :]
-    ]

@@ -15,6 +15,7 @@ from functools import partial
 from itertools import takewhile
 
 from kvtier.base import OffloadingSpec, TransferJobId, TransferSpec
+from kvtier.connector.allocations import follow_states, list_written_blocks
 from kvtier.connector.audit import make_audit
 from kvtier.connector.common import (
     BlockRemoved,
@@ -34,6 +35,7 @@ from kvtier.connector.metrics import SchedulerCounters, SearchMeter, TransferMet
 from kvtier.connector.planning import iterate_load_keys, list_storable_blocks, offer_blocks, plan_load
 from kvtier.connector.prefix_search import (
     find_loadable_end,
+    find_max_end,
     maximal_prefix_lookup,
     sliding_window_lookup,
     split_by_need,
@@ -47,18 +49,8 @@ from kvtier.connector.protocols import (
     SchedulerOutput,
     StepControl,
 )
-from kvtier.connector.request_records import (
-    RequestRecords,
-    add_tokens,
-    count_tokens_by_tier,
-    record_request,
-)
-from kvtier.connector.request_state import (
-    RequestState,
-    follow_allocations,
-    list_written_blocks,
-    make_state_maker,
-)
+from kvtier.connector.request_records import RequestRecords, add_tokens, count_tokens_by_tier, record_request
+from kvtier.connector.request_state import RequestState, follow_allocations, make_state_maker
 from kvtier.errors import BlockNotReadyError
 from kvtier.histogram import HistogramSnapshot
 from kvtier.log_limit import limit_log_lines
@@ -111,6 +103,8 @@ class OffloadingConnectorScheduler:
         # An isinstance of a protocol is dear, and the answer never changes.
         self._promoting = self.manager if isinstance(self.manager, PromotingManager) else None
         self.layouts = make_group_layouts(spec)
+        has_states = any(layout.is_state for layout in self.layouts)
+        self._follow = follow_states if has_states else follow_allocations
         self.records = RequestRecords(self.layouts, self.manager, clock, wall_clock)
         self._jobs = TransferJobs(spec.config.world_size)
         self.audit = make_audit(spec, self.manager, self._jobs, self.records, clock, self._find_end)
@@ -120,6 +114,8 @@ class OffloadingConnectorScheduler:
         self._maximal_prefix_lookup = partial(maximal_prefix_lookup, self.manager)
         self._sliding_window_lookup = partial(sliding_window_lookup, self.manager)
         self._search_groups = split_by_need(self.layouts)
+        may_compute_last_token = all(layout.can_compute_last_token for layout in self.layouts)
+        self._computes_last_token = spec.config.computes_last_token and may_compute_last_token
         # None without a region, and from the moment on when every worker has reported the scheduler's own.
         self._handshake = make_handshake(spec)
         self._load_jobs: dict[TransferJobId, TransferJob] = {}
@@ -151,7 +147,7 @@ class OffloadingConnectorScheduler:
         Returns:
             How many tokens beyond those can be loaded, and True when the load runs beside the engine's steps and the
             request waits for it; False when none can, or when it is scheduled at once and waits layer by layer. None:
-            call again in the next step. At least one token is left to compute.
+            call again in the next step. At least one token is left, unless the engine ``computes_last_token`` again.
         """
         if self.layerwise is not None and self.layerwise.shares_blocks(request, num_computed_tokens):
             return WAIT
@@ -169,6 +165,9 @@ class OffloadingConnectorScheduler:
         state.search.num_local_tokens = num_computed_tokens
         if self._handshake is not None:
             return WAIT if self._handshake.is_awaited else NOTHING
+        is_layerwise = self.layerwise is not None and self.layerwise.choose(
+            state, can_wait_by_layer=can_wait_by_layer, num_open_loads=self._jobs.num_loads
+        )
         began_s = self._clock()
         end_token = self._find(state, num_computed_tokens)
         self._searches.on_search(state.search, began_s, self._clock(), is_final=end_token is not None)
@@ -176,9 +175,6 @@ class OffloadingConnectorScheduler:
             return WAIT
         if end_token == num_computed_tokens:
             return NOTHING
-        is_layerwise = self.layerwise is not None and self.layerwise.choose(
-            state, can_wait_by_layer=can_wait_by_layer, num_open_loads=self._jobs.num_loads
-        )
         return end_token - num_computed_tokens, not is_layerwise
 
     def update_state_after_alloc(
@@ -230,7 +226,7 @@ class OffloadingConnectorScheduler:
         num_scheduled_tokens = scheduler_output.num_scheduled_tokens
         if self._jobs.fenced:
             self._flush(list_written_blocks(self.layouts, self._requests, scheduler_output))
-        follow_allocations(self._requests, scheduler_output)
+        self._follow(self._requests, scheduler_output)
         store_jobs: dict[TransferJobId, TransferJob] = {}
         if self._handshake is not None:
             self._handshake.on_step()
@@ -398,6 +394,9 @@ class OffloadingConnectorScheduler:
             return num_local_tokens
         # The engine needs a token to compute: without one there is no output to sample from.
         max_end_token = state.request.num_tokens - 1
+        if self._computes_last_token and not state.search.is_layerwise:
+            max_end_token = find_max_end(self._search_groups, state.request.num_tokens, num_local_tokens)
+        state.search.max_end_token = max_end_token
         if state.limits.max_load_tokens is not None:
             max_end_token = min(max_end_token, state.limits.max_load_tokens)
         if self.load_or_compute is not None:

@@ -11,43 +11,15 @@ A store that would need blocks of the third kind to bring its tenant beyond his 
 left himself, and those within their quotas do not pay for it.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import NamedTuple
 
-from kvtier.base import GROUP_INDEX_BYTES, OffloadKey, get_offload_tenant
+from kvtier.base import OffloadKey, get_offload_tenant
 from kvtier.cpu.block_table import BlockListener, BlockTable
 from kvtier.errors import InvariantError
-from kvtier.tenants import HOST, Tenants
+from kvtier.tenants import HOST, OtherKeys, Tenants
 
 NO_KEYS: Collection[OffloadKey] = ()
-
-
-class OtherKeys(Collection[OffloadKey]):
-    """The keys that an eviction must leave alone: those of other tenants, and some more. Only ``in`` has a meaning.
-
-    Args:
-        tenant: whose blocks may go; None: everybody's.
-        kept: blocks that stay, in two collections whose ``in`` does not search.
-    """
-
-    def __init__(
-        self, tenant: int | None, kept: tuple[Collection[OffloadKey], Collection[OffloadKey]]
-    ) -> None:
-        self._digits = None if tenant is None else tenant.to_bytes(GROUP_INDEX_BYTES - 1, "big")
-        self._named, self._protected = kept
-
-    def __contains__(self, key: object) -> bool:
-        is_other = self._digits is not None and key[-GROUP_INDEX_BYTES:-1] != self._digits  # type: ignore[index]
-        return is_other or key in self._named or key in self._protected
-
-    def __iter__(self) -> Iterator[OffloadKey]:
-        raise TypeError("the keys of other tenants are not listed")
-
-    def __len__(self) -> int:
-        raise TypeError("the keys of other tenants are not counted")
-
-    def __bool__(self) -> bool:
-        return True
 
 
 class Part(NamedTuple):

@@ -249,6 +249,12 @@ TIER_HEALTH = (
         "Blocks that the tier knows of, by tenant, where `tenants` is set.",
         "blocks",
     ),
+    gauge(
+        "kvtier_tier_tenant_bytes",
+        TIER + "tenant_bytes.{tenant}",
+        "What those blocks take in the tier, headers included.",
+        "bytes",
+    ),
     counter(
         "kvtier_tier_unadmitted_blocks",
         TIER + "refused_by_admission",

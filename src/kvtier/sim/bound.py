@@ -69,6 +69,9 @@ def count_bound_tokens(
 ) -> int:
     """Return the most prompt tokens that need not have been computed. Pure.
 
+    A prompt of whole blocks that is held in full counts with its last token, although that one is always computed: the
+    bound is too high by at most a token for each such prompt.
+
     Args:
         admitted: the requests in the order of their admission.
         engine: its device cache.
@@ -78,8 +81,10 @@ def count_bound_tokens(
     if host is not None:
         num_blocks += host.num_blocks + sum(tier.num_blocks for tier in host.tiers)
     asked = [block_hash for request in admitted for block_hash in request.block_hashes]
+    # On a device that computes the last block of a prompt again only a load saves that block.
+    num_computed = int(host is None and engine.is_last_block_computed)
     is_hit_possible = [
-        position < (request.num_prompt_tokens - 1) // engine.block_tokens
+        position < (request.num_prompt_tokens - num_computed) // engine.block_tokens
         for request in admitted
         for position in range(len(request.block_hashes))
     ]

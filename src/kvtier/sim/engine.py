@@ -18,6 +18,7 @@ from functools import partial
 from math import inf
 
 from kvtier.connector.common import StopReason
+from kvtier.connector.request_records import take_first
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.engines.common.block_pool import DeviceBlockPool
 from kvtier.engines.common.step import CachedRequests, NewRequest, StepOutput, WorkerOutput
@@ -239,7 +240,8 @@ class SimulatedEngine:
         request.block_ids = self._pool.allocate(prefix, self._num_blocks(request) - len(prefix))
         num_held_tokens = len(prefix) * self._model.block_tokens
         request.num_device_tokens = min(num_held_tokens, request.num_prompt_tokens - 1)
-        request.num_computed_tokens = request.num_device_tokens + num_loadable
+        # The last token is computed again even if it was loaded.
+        request.num_computed_tokens = min(num_held_tokens + num_loadable, request.num_prompt_tokens - 1)
         request.admitted_s = self.timeline()
         self.admitted.append(request)
         self._num_running += 1
@@ -248,9 +250,9 @@ class SimulatedEngine:
         if num_loadable == 0 or self._connector is None:
             self._to_compute.append(request)
             return
-        request.loaded_tokens = name_places(
-            self._connector.get_tokens_by_tier(request.request_id, num_loadable)
-        )
+        tokens_by_tier = self._connector.get_tokens_by_tier(request.request_id, num_loadable)
+        num_loaded_tokens = request.num_computed_tokens - num_held_tokens
+        request.loaded_tokens = name_places(take_first(tokens_by_tier, num_loaded_tokens))
         self._loading[request.request_id] = request
 
     def _plan_compute(self) -> StepOutput:

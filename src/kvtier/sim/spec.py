@@ -71,6 +71,7 @@ class SimulatedSpec(OffloadingSpec):
                 ModelIdentity("simulation"),
                 (group,),
                 hash_block_size=engine.block_tokens,
+                computes_last_token=True,
                 extra_config={"load_if": host.load_if.value},
             )
         )

@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from kvtier.config import OffloadingConfig
+from kvtier.config import OffloadingConfig, Settings
 from kvtier.errors import ConfigError, KVTierError, TierError, UnknownNameError, describe_foreign
 from kvtier.registry import CLASS_FORM, Registry
 from kvtier.settings import settings_of
+from kvtier.tenants import make_tenants
 from kvtier.tiering.base import COMMON_SETTINGS, SecondaryTierManager, TierSettings, parse_tier_settings
 
 TIER = "secondary tier"
@@ -80,6 +81,8 @@ def create_secondary_tier(
     name, tier_class, settings, own = check_tier_config(tier_config)
     if config.settings.encryption is not None:
         require_encryption(name, tier_class, settings)
+    if config.settings.tenants is not None:
+        require_quotas(name, tier_class, config.settings)
     try:
         return tier_class(config, primary_kv_view, settings=settings, **own)
     except KVTierError:
@@ -98,6 +101,18 @@ def require_encryption(name: str, tier_class: type[SecondaryTierManager], settin
     if settings.encryption and not tier_class.can_encrypt:
         remedy = f'tier {name!r} cannot encrypt: give it "encryption": false, or leave it out'
         raise ConfigError("encryption", value=True, remedy=remedy)
+
+
+def require_quotas(name: str, tier_class: type[SecondaryTierManager], settings: Settings) -> None:
+    """Refuse a quota of a tenant in a tier that would not keep to it.
+
+    Raises:
+        ConfigError: there is one, or the setting ``tenants`` cannot work otherwise.
+    """
+    tenants = make_tenants(settings)
+    if tenants is not None and tenants.has_quota(name) and not tier_class.keeps_quotas:
+        remedy = f"tier {name!r} keeps no quotas of tenants: leave it out, and give the tier its own capacity"
+        raise ConfigError("quota_bytes", name, remedy)
 
 
 def check_tier_config(tier_config: Mapping[str, Any]) -> CheckedTier:  # Any: as above

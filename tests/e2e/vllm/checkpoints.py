@@ -4,6 +4,7 @@ Nothing is downloaded. vLLM's own dummy weights are so small that a model answer
 here they are large enough that a wrong page is another answer.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from transformers import (
     LlamaForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     set_seed,
 )
 
@@ -24,6 +27,9 @@ VOCAB_SIZE = 2048
 SEED = 7
 WINDOW_TOKENS = 256
 """Length of the sliding window: several device blocks, and much shorter than the prompts."""
+
+DECAY_PER_TOKEN = 0.002
+"""About how much of its recurrent state a layer forgets with each token."""
 
 COMMON: dict[str, Any] = {  # Any: arguments of transformers' configurations
     "vocab_size": VOCAB_SIZE,
@@ -55,6 +61,31 @@ def save_gemma(folder: Path, seed: int = SEED) -> Path:
         pad_token_id=0,
     )
     return _save(folder, Gemma3ForCausalLM, config, seed)
+
+
+def save_qwen3_next(folder: Path, seed: int = SEED) -> Path:
+    """Save a Qwen3-Next: three layers with a recurrent state, one with full attention, each with four experts."""
+    config = Qwen3NextConfig(
+        **COMMON,
+        num_hidden_layers=4,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        shared_expert_intermediate_size=128,
+        tie_word_embeddings=False,
+    )
+    set_seed(seed)
+    with torch.no_grad():
+        model = Qwen3NextForCausalLM(config)
+        for layer in model.model.layers[:3]:
+            # As drawn, a state forgets within a few tokens, and a wrong one would hardly change an answer.
+            layer.linear_attn.A_log.fill_(math.log(DECAY_PER_TOKEN))
+        model.save_pretrained(folder)
+    return folder
 
 
 def train_last_rows(folder: Path, num_rows: int) -> None:

@@ -40,6 +40,14 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_gemma(tmp_path_factory.mktemp("gemma")))
 
 
+@pytest.fixture(scope="session")
+def qwen3_next(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the folder of a Qwen3-Next with three layers of a recurrent state and one of full attention."""
+    from tests.e2e.vllm.checkpoints import save_qwen3_next
+
+    return str(save_qwen3_next(tmp_path_factory.mktemp("qwen3-next")))
+
+
 class Controls:
     """Answers of vLLM without kvtier to the prompts of ``make_cycle(NUM_PROMPTS)``.
 

@@ -50,6 +50,8 @@ MAX_MODEL_TOKENS = 2048
 CHUNK_TOKENS = 512
 """Most tokens of a step: prompts are computed in several chunks."""
 
+PREEMPTIONS = "vllm:num_preemptions"
+
 WHOLE_PROMPTS = {"enable_chunked_prefill": False, "max_num_batched_tokens": MAX_MODEL_TOKENS}
 """Arguments for sampling with a seed: vLLM 0.32's CPU backend dies when a seeded request's prompt comes in chunks
 ("CPU Generator does not use offset")."""
@@ -166,15 +168,29 @@ class EngineHost:
 
     def zero_held_block(self, prompt: Sequence[int], group: int, token: int) -> None:
         """Zero what host memory holds of the block of one KV group that covers a token of a prompt."""
+        self._rows[self._slot_of(prompt, group, token)] = 0
+
+    def flip_held_byte(self, prompt: Sequence[int], group: int, token: int, byte: int) -> None:
+        """Flip a bit of one byte of what host memory holds of the block that covers a token of a prompt."""
+        self._rows[self._slot_of(prompt, group, token), byte] ^= 0x40
+
+    def key_of(self, prompt: Sequence[int], group: int, token: int) -> bytes:
+        """Return the key of the block of one KV group that covers a token of a prompt."""
         # A request that is never scheduled: its hashes name the keys.
         request = self._request_of(prompt)
         layout = self._scheduler_half.layouts[group]
         last_hash = (token // layout.block_tokens + 1) * layout.hashes_per_block - 1
-        key = make_offload_key(request.block_hashes[last_hash], group)
-        context = ReqContext("test")
+        return make_offload_key(request.block_hashes[last_hash], group)
+
+    def _slot_of(self, prompt: Sequence[int], group: int, token: int) -> int:
+        key, context = self.key_of(prompt, group, token), ReqContext("test")
         slots = self._scheduler_half.manager.prepare_load([key], context)
-        self._rows[int(slots.block_ids[0])] = 0
         self._scheduler_half.manager.complete_load([key], context)
+        return int(slots.block_ids[0])
+
+    def num_preemptions(self) -> int:
+        """Return how often vLLM took the device blocks of a running request."""
+        return sum(int(metric.value) for metric in self._llm.get_metrics() if metric.name == PREEMPTIONS)
 
     def _request_of(self, prompt: Sequence[int]) -> Any:  # Any: vLLM's Request
         from vllm import SamplingParams

@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from prometheus_client.parser import text_string_to_metric_families
 from tests.e2e.vllm.engine_host import BLOCK_TOKENS, CHUNK_TOKENS, MAX_MODEL_TOKENS
+from tests.engines.vllm.entry_points import install_entry_points
 
 START_TIMEOUT_S = 240.0
 """Guard against a hang; a start takes about half a minute."""
@@ -60,8 +61,7 @@ class ServerProcess:
     def __init__(self, model: str, settings: dict[str, Any], events_endpoint: str, log: Path) -> None:
         # Any: a user's JSON
         transfer_config = {
-            "kv_connector": "KVTierConnector",
-            "kv_connector_module_path": "kvtier.engines.vllm",
+            "kv_connector": "KVTierConnector",  # found by the entry point alone
             "kv_role": "kv_both",
             "kv_connector_extra_config": settings,
         }
@@ -77,6 +77,7 @@ class ServerProcess:
             *("--kv-events-config", json.dumps(events_config)),
         ]
         self._log = log
+        self._python_path = install_entry_points(log.parent)
 
     def __enter__(self) -> "ServerProcess":
         self.start()
@@ -98,7 +99,9 @@ class ServerProcess:
         """
         self._port = find_free_port()
         with self._log.open("ab") as log:
-            self._process = start_process([*self._arguments, "--port", str(self._port)], log)
+            self._process = start_process(
+                [*self._arguments, "--port", str(self._port)], log, self._python_path
+            )
         end_s = time.monotonic() + START_TIMEOUT_S
         while not self._is_healthy():
             if self._process.poll() is not None or time.monotonic() > end_s:
@@ -172,7 +175,7 @@ class ServerProcess:
         return f"http://127.0.0.1:{self._port}{path}"
 
 
-def start_process(arguments: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+def start_process(arguments: list[str], log: IO[bytes], python_path: str) -> subprocess.Popen[bytes]:
     """Start vLLM's server in a process group of its own, so that none of its processes can be left behind."""
     environment = {
         **os.environ,
@@ -183,6 +186,7 @@ def start_process(arguments: list[str], log: IO[bytes]) -> subprocess.Popen[byte
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_SERVER_DEV_MODE": "1",  # /reset_prefix_cache, /sleep
         "PYTHONHASHSEED": "0",
+        "PYTHONPATH": python_path,
     }
     # "vllm serve" is this module; the command itself asks for a package named vllm, and this one is vllm-cpu.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]

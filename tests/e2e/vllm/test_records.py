@@ -40,7 +40,10 @@ def test_origins_and_causes_of_two_hundred_requests_sum_to_their_prompts(llama: 
     for record in records:
         record.check()
     cached = Counter(sum(record.tokens_by_origin.values()) for record in records)
-    assert cached == Counter(answer.num_cached_tokens for answer in answers)
+    # vLLM counts a prompt that was loaded whole with its last token, which it computes again.
+    lengths = [len(prompt) for _ in range(NUM_ROUNDS) for prompt in prompts]
+    pairs = zip(answers, lengths, strict=True)
+    assert cached == Counter(min(answer.num_cached_tokens, length - 1) for answer, length in pairs)
     report = explain_records(records)
     assert sum(report.tokens_by_origin.values()) + report.num_missed_tokens == report.num_prompt_tokens
     assert report.num_prompt_tokens == NUM_ROUNDS * sum(map(len, prompts))

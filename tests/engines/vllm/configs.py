@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheSpec,
     KVCacheTensor,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -65,6 +66,17 @@ def mla(head_size: int = 24, **fields: object) -> MLAAttentionSpec:
     """Return a layer that keeps one latent vector a token."""
     common = {"block_size": BLOCK_TOKENS, "num_kv_heads": 1, "head_size": head_size, "dtype": torch.bfloat16}
     return MLAAttentionSpec(**(common | fields))
+
+
+def state(**fields: object) -> MambaSpec:
+    """Return a layer with a recurrent state: a convolution in bfloat16, sums in float32."""
+    common = {
+        "block_size": BLOCK_TOKENS,
+        "shapes": ((3, 32), (2, 8, 8)),
+        "dtypes": (torch.bfloat16, torch.float32),
+        "mamba_cache_mode": "align",
+    }
+    return MambaSpec(**(common | fields))
 
 
 def group(spec: KVCacheSpec, *names: str) -> KVCacheGroupSpec:

@@ -7,13 +7,17 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
-from tests.engines.vllm.configs import BLOCK_TOKENS, cache_config, full, group, with_kvtier
+import torch
+from tests.engines.vllm.configs import BLOCK_TOKENS, cache_config, full, group, state, with_kvtier
 from vllm.config import KVEventsConfig, ModelConfig, VllmConfig
+from vllm.config.mamba import MambaBackendEnum
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvtier.config import LoadIf
-from kvtier.engines.vllm.config import check_rope, check_zeroing, make_offloading_config
+from kvtier.engines.vllm import compat
+from kvtier.engines.vllm.config import check_rope, check_supported, check_zeroing, make_offloading_config
 from kvtier.errors import ConfigError, ModelError, UnknownNameError
 from kvtier.namespace import make_namespace
 
@@ -108,6 +112,62 @@ def test_an_engine_that_never_uses_a_prefix_again_is_refused(
 
     with pytest.raises(ConfigError, match="enable_prefix_caching=False"):
         make_offloading_config(config, kv_cache_config, SCHEDULER)
+
+
+def test_a_hybrid_without_prefix_caching_is_told_the_flag_that_switches_it_on(
+    config: VllmConfig, kv_cache_config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.cache_config.enable_prefix_caching = False
+    monkeypatch.setattr(type(config.model_config), "is_hybrid", True)
+
+    with pytest.raises(ConfigError, match="--enable-prefix-caching"):
+        make_offloading_config(config, kv_cache_config, SCHEDULER)
+
+
+def test_a_cache_mode_of_states_that_cannot_be_served_is_refused_before_the_groups_are_known(
+    config: VllmConfig,
+) -> None:
+    object.__setattr__(config.cache_config, "mamba_cache_mode", "all")
+
+    with pytest.raises(ConfigError, match=r"mamba_cache_mode='all'.*--mamba-cache-mode align"):
+        check_supported(config)
+
+
+@pytest.mark.parametrize("flag", ["use_replayssm", "use_kda_recoverssm"])
+def test_states_of_which_the_last_tokens_are_kept_apart_are_refused(
+    config: VllmConfig, kv_cache_config: KVCacheConfig, flag: str
+) -> None:
+    if not hasattr(config.cache_config, flag):
+        pytest.skip("this vLLM keeps every token in the state")
+    setattr(config.cache_config, flag, True)
+
+    with pytest.raises(ConfigError, match=f"{flag}=True"):
+        make_offloading_config(config, kv_cache_config, SCHEDULER)
+
+
+@pytest.mark.skipif(not compat.NAMES_KEPT_STATES, reason="this vLLM does not name the blocks of states")
+def test_whatever_changes_a_states_bytes_changes_the_namespace(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def digest(**fields: object) -> str:
+        groups = [group(full(), "a"), group(state(**fields), "b")]
+        made = make_offloading_config(config, cache_config(*groups), SCHEDULER)
+        return make_namespace(made, 64).digest.hex()
+
+    digests = [
+        digest(),
+        digest(shapes=((3, 32), (4, 4, 8))),
+        digest(dtypes=(torch.float32, torch.float32)),
+        digest(dtypes=(torch.bfloat16, torch.bfloat16)),
+        digest(mamba_type=MambaAttentionBackendEnum.GDN_ATTN),
+    ]
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
+    digests.append(digest())
+    config.additional_config = {"gdn_prefill_backend": "triton"}
+    digests.append(digest())
+    config.mamba_config.backend = MambaBackendEnum.FLASHINFER
+    digests.append(digest())
+    assert len(set(digests)) == len(digests)
 
 
 def test_an_unknown_setting_names_the_nearest_known_one(

@@ -13,6 +13,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.platforms import current_platform
 
 from kvtier.connector.common import OffloadingConnectorMetadata, OffloadingWorkerMetadata
 from kvtier.engines.vllm import KVTierConnector
@@ -49,6 +50,37 @@ def test_vllm_builds_it_through_its_factory(config: VllmConfig) -> None:
     assert isinstance(connector, KVTierConnector)
     assert connector.role is SCHEDULER
     connector.shutdown()
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM reserves cores on CPU hosts")
+@pytest.mark.parametrize(
+    ("environment", "is_warned"),
+    [
+        ({}, True),
+        ({"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}, False),
+        ({"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}, False),
+        ({"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, False),
+        ({"VLLM_CPU_OMP_THREADS_BIND": "0-1"}, False),
+    ],
+)
+def test_a_core_that_vllm_takes_from_its_workers_for_a_connector_is_named_once(
+    config: VllmConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    environment: dict[str, str],
+    is_warned: bool,
+) -> None:
+    monkeypatch.delenv("VLLM_CPU_NUM_OF_RESERVED_CPU", raising=False)
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+    with caplog.at_level(logging.INFO, logger="kvtier"):
+        KVTierConnector(config, SCHEDULER, cache_config(group(full(), "a"))).shutdown()
+
+    lines = [record.getMessage() for record in caplog.records if "RESERVED_CPU" in record.getMessage()]
+    assert len(lines) == is_warned
+    assert all("set VLLM_CPU_NUM_OF_RESERVED_CPU=1" in line for line in lines)
 
 
 def test_failed_loads_are_computed_instead_of_ending_the_request(

@@ -16,6 +16,7 @@ from tests.engines.vllm.configs import (
     full,
     group,
     mla,
+    state,
     uniform,
     window,
 )
@@ -25,7 +26,6 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheGroupSpec,
     KVCacheSpec,
-    MambaSpec,
     SinkFullAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
@@ -106,6 +106,55 @@ def test_kvtier_loads_and_stores_exactly_the_window_blocks_that_vllm_does_not_nu
         assert layout.first_live_block(num_tokens) == num_null_blocks
 
 
+needs_named_states = pytest.mark.skipif(
+    not compat.NAMES_KEPT_STATES, reason="this vLLM does not say which blocks hold a recurrent state"
+)
+
+
+@needs_named_states
+def test_a_recurrent_state_in_the_aligned_mode_is_a_group_of_its_own_kind_without_padding() -> None:
+    padded = state(page_size_padded=2048)
+
+    attention, states = make_kv_groups(cache_config(group(full(), "a"), group(padded, "b", "c")))
+
+    assert (attention.kind, states.kind) == (GroupKind.FULL, GroupKind.STATE)
+    assert states.window_tokens is None
+    assert states.page_size_bytes == 2 * (3 * 32 * 2 + 2 * 8 * 8 * 4)
+    assert padded.page_size_bytes == 2048
+
+
+@needs_named_states
+@pytest.mark.parametrize("num_local_blocks", [0, 1, 3])
+def test_kvtier_loads_a_state_into_the_only_block_that_vllm_allocates_for_it(num_local_blocks: int) -> None:
+    from vllm.v1.core.single_type_kv_cache_manager import MambaManager
+
+    pool = BlockPool(num_gpu_blocks=20, enable_caching=True, hash_block_size=BLOCK_TOKENS)
+    manager = MambaManager(
+        state(), block_pool=pool, enable_caching=True, kv_cache_group_id=0, scheduler_block_size=BLOCK_TOKENS
+    )
+    layout = layout_of(state())
+    num_local = num_local_blocks * BLOCK_TOKENS
+    for num_blocks in range(num_local_blocks + 1, 8):
+        end = num_blocks * BLOCK_TOKENS
+        name = f"{num_local}-{end}"
+        manager.add_local_computed_blocks(name, [], num_local, end - num_local)
+        manager.allocate_external_computed_blocks(name, num_local, end - num_local)
+
+        loaded = layout.span(num_local, end)
+
+        table = manager.req_to_blocks[name]
+        assert [not block.is_null for block in table] == [False] * (num_blocks - 1) + [True]
+        assert (loaded.first_device_block, loaded.end_device_block) == (num_blocks - 1, num_blocks)
+        pool.free_blocks([table[-1]])
+
+
+def test_states_need_a_vllm_that_names_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "NAMES_KEPT_STATES", False)
+
+    with pytest.raises(ModelError, match=r"KV group 1 is of kind MambaSpec.*use vLLM 0\.32 or later"):
+        make_kv_groups(cache_config(group(full(), "a"), group(state(), "b")))
+
+
 def vllm_manager(spec: SlidingWindowSpec) -> SlidingWindowManager:
     """Return what frees the device blocks of a window in vLLM."""
     pool = BlockPool(num_gpu_blocks=4, enable_caching=True, hash_block_size=BLOCK_TOKENS)
@@ -134,12 +183,6 @@ def attention(name: str, **fields: object) -> KVCacheSpec | None:
     return None if spec_class is None else spec_class(**(common | fields))
 
 
-def state(mode: str) -> KVCacheSpec:
-    """Return a layer with a recurrent state."""
-    shapes, dtypes = ((4, 8), (2, 2)), (torch.float32, torch.float32)
-    return MambaSpec(block_size=BLOCK_TOKENS, shapes=shapes, dtypes=dtypes, mamba_cache_mode=mode)
-
-
 class ForeignSpec(FullAttentionSpec):
     """A kind that a plug-in adds; it inherits from a known one and may keep other blocks."""
 
@@ -155,9 +198,8 @@ REFUSED = {
     "pooled tail": (attention("KpoolTailSpec", sliding_window=32), "without kvtier"),
     "cross attention": (attention("CrossAttentionSpec"), "without kvtier"),
     "encoder": (attention("EncoderOnlyAttentionSpec"), "without kvtier"),
-    "states of every block": (state("all"), "without kvtier"),
-    "states of some blocks": (state("align"), "without kvtier"),
-    "one state": (state("none"), "without kvtier"),
+    "states of every block": (state(mamba_cache_mode="all"), "--mamba-cache-mode align"),
+    "one state": (state(mamba_cache_mode="none"), "--mamba-cache-mode align"),
     "plug-in": (
         ForeignSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=8, dtype=torch.float32),
         "without kvtier",

@@ -18,11 +18,11 @@ from tests.engines.vllm.configs import TINY_LLAMA, with_kvtier
 from vllm.config import ModelConfig, VllmConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from kvtier.engines.checkpoint.files import process_start_ns
 from kvtier.engines.vllm import identity
 from kvtier.engines.vllm.identity import (
     describe_settings,
     make_model_identity,
-    process_start_ns,
     start_fingerprints,
 )
 from kvtier.errors import ConfigError, FingerprintError

@@ -15,13 +15,20 @@ from tests.engines.vllm.configs import (
     full,
     group,
     mla,
+    state,
     uniform,
     window,
 )
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvtier.base import CanonicalKVCaches
-from kvtier.engines.vllm.worker_hooks import PageRun, find_pages, make_canonical_kv_caches, merge_adjacent
+from kvtier.engines.vllm.worker_hooks import (
+    PageRun,
+    find_pages,
+    find_state_pages,
+    make_canonical_kv_caches,
+    merge_adjacent,
+)
 from kvtier.errors import KVCacheLayoutError
 
 Caches = dict[str, torch.Tensor]
@@ -385,3 +392,44 @@ def test_every_byte_of_a_packed_allocation_belongs_to_one_block_and_one_page() -
     assert values.shape == (NUM_BLOCKS, block_bytes)
     assert prod(values.shape) == NUM_BLOCKS * block_bytes
     assert [set(row.tolist()) for row in values] == [{block + 1} for block in range(NUM_BLOCKS)]
+
+
+def state_parts(backing: torch.Tensor, page_bytes: int) -> list[torch.Tensor]:
+    """Return the convolution and the sums of a state, one behind the other in pages of an allocation of bytes."""
+    convolution = strided(backing, 0, (NUM_BLOCKS, 3, 32), (page_bytes // 2, 32, 1), torch.bfloat16)
+    sums = strided(backing, 192 // 4, (NUM_BLOCKS, 2, 8, 8), (page_bytes // 4, 64, 8, 1), torch.float32)
+    return [convolution, sums]
+
+
+def test_a_state_is_its_parts_without_the_padding_and_shares_its_region_with_attention() -> None:
+    config = cache_config(group(state(page_size_padded=2048), "s"), group(full(), "a"))
+    backing = torch.zeros(NUM_BLOCKS * 2048, dtype=torch.uint8)
+    parts = state_parts(backing, 2048)
+    attention = strided(backing, 0, (NUM_BLOCKS, 2, 16, 16), (512, 256, 16, 1), torch.float32)
+    canonical = make_canonical_kv_caches(config, {"s": parts, "a": attention})
+
+    backing.copy_(torch.arange(backing.numel()) % 251)
+    row = read(canonical, 0, 5)
+    assert row == bytes(backing[5 * 2048 : 5 * 2048 + 704].tolist())
+    assert row[:192] == bytes(parts[0][5].contiguous().view(torch.uint8).reshape(-1).tolist())
+    assert row[192:] == bytes(parts[1][5].contiguous().view(torch.uint8).reshape(-1).tolist())
+    assert len(read(canonical, 1, 5)) == 2048
+
+    before = backing.clone()
+    write(canonical, 0, 7, row)
+    changed = (backing != before).nonzero().flatten()
+    assert int(changed.min()) >= 7 * 2048
+    assert int(changed.max()) < 7 * 2048 + 704, "the padding is left alone"
+    assert read(canonical, 0, 7) == row
+
+
+def test_parts_of_a_state_with_a_gap_or_of_another_size_are_refused() -> None:
+    backing = torch.zeros(NUM_BLOCKS * 2048, dtype=torch.uint8)
+    convolution, sums = state_parts(backing, 2048)
+
+    with pytest.raises(KVCacheLayoutError, match="do not lie one behind the other"):
+        find_state_pages("s", [sums, convolution], 704, NUM_BLOCKS)
+    with pytest.raises(KVCacheLayoutError, match="has 800 bytes, but the tensors of its KV cache have 704"):
+        find_state_pages("s", [convolution, sums], 800, NUM_BLOCKS)
+    with pytest.raises(KVCacheLayoutError, match="registered NoneType"):
+        find_state_pages("s", [None], 704, NUM_BLOCKS)

@@ -2,16 +2,17 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.cpu.policies.learner import NOTING_LEARNER, NotingLearner
 
-from kvtier.base import OffloadKey, ReqContext
+from kvtier.base import JobId, OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.cpu.policies import CACHE_POLICIES
 from kvtier.errors import ConfigError
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import TierDriver, TierSuite, key_of, make_config, make_rows
-from kvtier.tiering.base import SecondaryTierManager, TierSettings
+from kvtier.tiering.base import JobMetadata, SecondaryTierManager, TierSettings
 from kvtier.tiering.example import ExampleSecondaryTier
 
 
@@ -26,13 +27,27 @@ class TestExampleTier(TierSuite):
 
 
 class TestAsynchronousExampleTier(TierSuite):
-    """The contract, with jobs that end one poll later."""
+    """The contract, with jobs that the next poll carries out."""
 
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> ExampleSecondaryTier:
         return ExampleSecondaryTier(config, rows, simulate_async=True)
 
     def damage(self, tier: SecondaryTierManager, key: OffloadKey) -> bool:
         return False  # private memory
+
+
+@pytest.mark.parametrize("simulate_async", [False, True])
+def test_the_first_poll_after_a_submit_reports_the_job(simulate_async: bool) -> None:
+    rows = make_rows()
+    tier = ExampleSecondaryTier(make_config(), rows, simulate_async=simulate_async)
+    job = JobMetadata(JobId(1), (key_of(1),), np.array([0]), is_promotion=False, req_context=ReqContext("r"))
+
+    tier.submit_store(job)
+
+    assert tier.get_num_blocks() == (0 if simulate_async else 1)
+    assert [(result.job_id, result.success) for result in tier.get_finished()] == [(1, True)]
+    assert tier.get_num_blocks() == 1
+    assert not tier.get_finished()
 
 
 def test_a_full_tier_evicts_its_oldest() -> None:

@@ -1,6 +1,6 @@
 """Another process with a tier on the same directory: what runs in it, and how a test drives it.
 
-    python -m tests.tiering.fs.peer ROOT CAPACITY [--die-at CALL:COUNT] [--named] [--model NAME]
+    python -m tests.tiering.fs.peer ROOT CAPACITY [--die-at CALL:COUNT] [--named] [--model NAME] [--alice-blocks N]
 
 Each line on standard input is a command and gets one line of JSON as answer. ``--die-at link:3`` kills the process
 with SIGKILL at its third call of that name; ``link-after:3`` just after it.
@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from tests.tiering.patience import be_patient
+from tests.tiering.tenant_driver import TenantDriver, config_of_tenants
 
-from kvtier.testing.tier_suite import NUM_ROWS, TierDriver, content_of, make_config, make_rows
+from kvtier.config import OffloadingConfig
+from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, content_of, make_config, make_rows
 from kvtier.tiering.fs import FSTier
 from kvtier.tiering.fs.system import REAL_CALLS, SystemCalls
 
@@ -134,11 +136,11 @@ def make_calls(die_at: str | None, *, is_named: bool) -> SystemCalls:
 class Commands:
     """What the process does on demand."""
 
-    def __init__(self, root: Path, capacity_bytes: int, model: str, calls: SystemCalls) -> None:
+    def __init__(self, root: Path, capacity_bytes: int, config: OffloadingConfig, calls: SystemCalls) -> None:
         rows = make_rows()
         self.root = root
         self.tier = FSTier(
-            make_config(model),
+            config,
             rows,
             root_dir=root,
             capacity_bytes=capacity_bytes,
@@ -146,11 +148,15 @@ class Commands:
             calls=calls,
         )
         assert self.tier.wait_indexed(HANG_GUARD_S)
-        self.driver = TierDriver(self.tier, rows)
+        self.driver = TenantDriver(self.tier, rows)
 
     def store(self, *numbers: int) -> list[int]:
         """Store blocks, one job each."""
         return [number for number in numbers if self.driver.store([number]).success]
+
+    def store_alice(self, *numbers: int) -> int:
+        """Store blocks of a tenant, one job each, and return how many succeeded."""
+        return sum(len(self.driver.store_of("alice", [number])) for number in numbers)
 
     def churn(self, first: int, count: int) -> list[int]:
         """Store many blocks, sixteen in a job; say each job's first number when it is done."""
@@ -190,10 +196,15 @@ def main() -> None:
     parser.add_argument("--die-at")
     parser.add_argument("--named", action="store_true")
     parser.add_argument("--model", default="model-a")
+    parser.add_argument("--alice-blocks", type=int, help="the quota of a tenant; bob has none")
     options = parser.parse_args()
     be_patient()
     calls = make_calls(options.die_at, is_named=options.named)
-    commands = Commands(options.root, options.capacity_bytes, options.model, calls)
+    config = make_config(options.model)
+    if options.alice_blocks is not None:
+        quota_bytes = options.alice_blocks * (ROW_BYTES + 4096)
+        config = config_of_tenants("fs", {"alice": quota_bytes, "bob": None}, config)
+    commands = Commands(options.root, options.capacity_bytes, config, calls)
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         name, *numbers = line.split()

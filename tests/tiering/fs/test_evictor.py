@@ -12,13 +12,8 @@ from tests.tiering.fs.conftest import HANG_GUARD_S, StartTier
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, TierDriver, content_of, key_of
 from kvtier.tiering.fs import evictor
-from kvtier.tiering.fs.evictor import (
-    MAX_RECYCLED_FILES,
-    SLACK_SHARE,
-    WALK_TTL_S,
-    plan_excess,
-    plan_num_recycled,
-)
+from kvtier.tiering.fs.evictor import WALK_TTL_S
+from kvtier.tiering.fs.recycled_files import MAX_RECYCLED_FILES, SLACK_SHARE, plan_excess, plan_num_recycled
 from kvtier.tiering.fs.shared_usage import Change, MemberId, UsageRecord, unpack_record
 from kvtier.tiering.fs.system import FOREIGN_OWNER_TIMEOUT_S, Owner, SystemCalls, current_owner
 

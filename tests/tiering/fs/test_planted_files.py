@@ -11,7 +11,8 @@ import pytest
 from tests.tiering.fs.conftest import StartTier
 
 from kvtier.testing.tier_suite import ROW_BYTES, TierDriver
-from kvtier.tiering.fs.block_file import BlockFiles, FileSupport
+from kvtier.tiering.fs.block_file import BlockFiles
+from kvtier.tiering.fs.file_support import FileSupport
 from kvtier.tiering.fs.system import REAL_CALLS, SystemCalls, current_owner
 
 BLOCK_BYTES = ROW_BYTES + 4096

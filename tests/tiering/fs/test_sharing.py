@@ -11,7 +11,7 @@ from tests.tiering.fs.peer import Peer
 
 from kvtier.testing.tier_suite import ROW_BYTES, key_of
 from kvtier.tiering.fs import evictor
-from kvtier.tiering.fs.evictor import SLACK_SHARE
+from kvtier.tiering.fs.recycled_files import SLACK_SHARE
 
 BLOCK_BYTES = ROW_BYTES + 4096
 

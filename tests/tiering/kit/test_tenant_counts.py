@@ -23,7 +23,7 @@ KEYS = [make_offload_key(bytes([number]), 0, tenant) for tenant in NUMBERS for n
 def make_counts() -> TenantCounts:
     tenants = make_tenants(parse_settings({"tenants": {"alice": {}, "*": {}}}))
     assert tenants is not None
-    return TenantCounts(tenants)
+    return TenantCounts(tenants, "slab", 10)
 
 
 def expected(keys: Sequence[OffloadKey]) -> dict[int, int]:
@@ -36,10 +36,11 @@ def test_labels_are_those_of_the_tenants() -> None:
     counts.add(KEYS)
     stats = counts.stats()
     assert stats["tenant_blocks.alice"] == stats[f"tenant_blocks.{OTHERS_LABEL}"] == 5
+    assert stats["tenant_bytes.alice"] == 50
 
 
 def test_without_tenants_nothing_is_counted() -> None:
-    assert make_tenant_counts(make_config("m")) is None
+    assert make_tenant_counts(make_config("m"), "fs", 10) is None
 
 
 STEPS = st.lists(

@@ -6,6 +6,7 @@ from kvtier.engines.checkpoint.files import (
     FileStamp,
     find_files,
     has_weights,
+    require_started_after,
     require_unchanged,
 )
 from kvtier.engines.checkpoint.fingerprint import Fingerprint, FingerprintJob, fingerprint_checkpoint
@@ -20,5 +21,6 @@ __all__ = [
     "find_files",
     "fingerprint_checkpoint",
     "has_weights",
+    "require_started_after",
     "require_unchanged",
 ]

@@ -8,6 +8,7 @@ namespace) and folders that no engine loads. A file too many costs a miss; a fil
 import os
 import re
 import stat
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,10 @@ IRRELEVANT_FOLDERS = re.compile(
 """Folders that no engine reads: copies of the same weights in other formats, and what training leaves behind."""
 
 REMEDY = "kvtier names a model by every byte of its files: make it readable and leave it unchanged during the start"
+
+
+START_SLACK_NS = 50_000_000
+"""Tolerance for the ticks of the kernel's clocks: a file written just before the process began is not younger."""
 
 
 class FileStamp(NamedTuple):
@@ -108,6 +113,26 @@ def require_unchanged(files: Iterable[CheckpointFile]) -> None:
             raise FingerprintError(file.path, error.strerror or str(error), REMEDY) from error
         if stamp != file.stamp:
             raise FingerprintError(file.path, "it changed while the engine started", REMEDY)
+
+
+def require_started_after(files: Iterable[CheckpointFile]) -> None:
+    """Refuse files that have changed since this process began: what it has loaded may be older.
+
+    Raises:
+        FingerprintError: one has changed; it names the first.
+    """
+    began_ns = process_start_ns() + START_SLACK_NS
+    for file in files:
+        if file.stamp.ctime_ns > began_ns:
+            reason = "it changed after the engine had started, so it may differ from what was loaded"
+            raise FingerprintError(file.path, reason, "start the engine again")
+
+
+def process_start_ns() -> int:
+    """Return the start of this process on the clock of file times."""
+    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    since_boot_ns = int(fields[19]) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+    return time.time_ns() - (time.clock_gettime_ns(time.CLOCK_BOOTTIME) - since_boot_ns)
 
 
 def stamp_of(status: os.stat_result) -> FileStamp:

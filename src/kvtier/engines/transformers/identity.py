@@ -76,6 +76,7 @@ def make_offloading_config(
         enable_events=config.enable_events,
         engine_kind=ENGINE_KIND,
         engine_host_bytes=count_host_bytes(adapter, config),
+        computes_last_token=True,
         extra_config=extra_config,
     )
     if described.settings.layerwise_load and adapter.shape.states:

@@ -276,6 +276,9 @@ def split_origins(num_loaded_tokens: int, tokens_by_tier: Mapping[str, int]) -> 
         num_loaded_tokens: tokens loaded to the device.
         tokens_by_tier: planned tokens by source, host memory or the type of a tier; more than were loaded when a block
             failed.
+
+    Returns:
+        Host memory first.
     """
     origins: dict[str, int] = {}
     num_left = num_loaded_tokens
@@ -283,7 +286,7 @@ def split_origins(num_loaded_tokens: int, tokens_by_tier: Mapping[str, int]) -> 
         if tier != CPULoadStoreSpec.medium():
             origins[tier] = min(num_tokens, num_left)
             num_left -= origins[tier]
-    return origins | {HOST: num_left}
+    return {HOST: num_left} | origins
 
 
 def plan_step(request: Request, num_tokens: int, new_block_ids: tuple[list[int], ...]) -> StepOutput:

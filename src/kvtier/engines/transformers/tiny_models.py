@@ -87,6 +87,7 @@ ATTENTION_LAST = ["linear_attention", "linear_attention", "linear_attention", "f
 OWN: Mapping[str, Mapping[str, object]] = {
     "bailing_hybrid": {"layer_group_size": 2},
     "bamba": {"attn_layer_indices": [2]},
+    "blt": {"encoder_hash_byte_group_vocab": VOCABULARY},
     "codegen": {"rotary_dim": 8},
     "gemma3n_text": {"num_kv_shared_layers": 1, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gptj": {"rotary_dim": 8},

@@ -5,20 +5,24 @@ repeat itself, and a model that looks at its last tokens alone would pass.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+import transformers
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from kvtier.engines.transformers.block_sizes import BlockSizes, choose_block_sizes
 from kvtier.engines.transformers.config import EngineConfig
 from kvtier.engines.transformers.engine import KVTierEngine
 from kvtier.engines.transformers.model_adapter import KVShape, ModelAdapter
 from kvtier.engines.transformers.result import COMPUTED, DEVICE, HOST
-from kvtier.errors import KVTierError
+from kvtier.engines.transformers.tiny_models import build_tiny_model
+from kvtier.errors import KVTierError, ModelError
+
+LIBRARY = f"transformers {transformers.__version__}"
 
 DISK = "fs"
 ORIGINS = (COMPUTED, DEVICE, HOST, DISK)
@@ -29,6 +33,10 @@ NUM_INTERVALS = 4
 """A prompt has so many intervals or blocks and a rest, so that a prefix is of several."""
 
 NUM_REST_TOKENS = 11
+
+TINY_BLOCK_TOKENS = 8
+TINY_INTERVAL_TOKENS = 16
+"""Small, so that a short prompt has several."""
 
 FIRST_TOKEN_ID = 3
 """Ids before it are often special: padding, begin and end."""
@@ -68,6 +76,28 @@ class Trial:
     equal: Mapping[str, bool] = field(default_factory=dict)
     token_bytes: int = 0
     state_bytes: int = 0
+
+
+def try_architecture(model_type: str, folder: Path) -> Trial:
+    """Try a tiny model of an architecture.
+
+    Args:
+        model_type: the architecture by its name in transformers.
+        folder: an empty folder, for the tier on a disk.
+    """
+    torch.set_num_threads(1)  # tiny matrices gain nothing from a second thread
+    try:
+        model = build_tiny_model(model_type)
+    except ModelError as error:
+        return Trial(model_type, Outcome.NOT_BUILT, str(error))
+    row = try_model(model, folder, TINY_BLOCK_TOKENS, TINY_INTERVAL_TOKENS)
+    return replace(row, model_type=model_type)
+
+
+def try_folder(path: Path, folder: Path) -> Trial:
+    """Try the model that ``save_pretrained`` has written to ``path``, with the default sizes; arguments as above."""
+    model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype="auto")
+    return try_model(model, folder)
 
 
 def try_model(

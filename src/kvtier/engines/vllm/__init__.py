@@ -1,8 +1,7 @@
 """kvtier under vLLM: one connector, chosen with a JSON flag of vLLM's own.
 
-``--kv-transfer-config '{"kv_connector": "KVTierConnector", "kv_connector_module_path": "kvtier.engines.vllm",
-"kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": "8GiB"}}'``; ``docs/guide/vllm.md`` has
-the rest.
+``--kv-transfer-config '{"kv_connector": "KVTierConnector", "kv_role": "kv_both",
+"kv_connector_extra_config": {"cpu_bytes_to_use": "8GiB"}}'``; ``docs/guide/vllm.md`` has the rest.
 """
 
 from kvtier.errors import MissingExtraError

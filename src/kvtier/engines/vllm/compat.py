@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 import vllm
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as connector_base
 from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 from kvtier.namespace import RANDOM_SEED
@@ -28,6 +30,10 @@ groups these crash the engine, and with a sliding window it goes on from blocks 
 HAS_BLOCK_POOL_HOOK = hasattr(connector_base.KVConnectorBase_V1, "bind_gpu_block_pool")
 """Whether vLLM gives a connector the pool of device blocks. Without it, blocks that a failed load has corrupted while
 their request computed stay in vLLM's prefix cache."""
+
+
+NAMES_KEPT_STATES = "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
+"""From 0.32 on each step names the device blocks that hold a recurrent state at the end of a block."""
 
 
 HitSources = dict[Any, int]  # Any: an enum that releases before 0.32 lack
@@ -174,12 +180,58 @@ def page_format(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     if os.environ.get("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"):
         chosen.append("shuffled")
     backends = " ".join(str(part) for part in chosen if part is not None) or "default"
-    return f"{layout} layout, {backends} attention, {_device_kind()}, vLLM {release()}"
+    parts = [f"{layout} layout", f"{backends} attention", *_state_format(vllm_config, kv_cache_config)]
+    return ", ".join([*parts, _device_kind(), f"vLLM {release()}"])
+
+
+def _state_format(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[str]:
+    """Return what decides the order and the rounding of recurrent states; nothing without such layers. Pure."""
+    if not getattr(kv_cache_config, "has_mamba_layers", False):
+        return []
+    mamba = getattr(vllm_config, "mamba_config", None)
+    kernels = [getattr(mamba, "backend", None), getattr(mamba, "ssu_algorithm", None)]
+    chosen = vllm_config.additional_config if isinstance(vllm_config.additional_config, dict) else {}
+    kernels += [chosen[name] for name in sorted(chosen) if name.endswith("_prefill_backend")]
+    names = [str(getattr(kernel, "name", kernel)).lower() for kernel in kernels if kernel is not None]
+    if getattr(mamba, "enable_stochastic_rounding", False):
+        names.append("stochastic rounding")
+    order = os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT", "SD")
+    return [f"{' '.join(names) or 'default'} states, {order} convolution"]
 
 
 def is_on_cpu() -> bool:
     """Return whether the engine computes on the CPU, so that its weights and KV cache are in host memory."""
     return bool(current_platform.is_cpu())
+
+
+def reserved_for_connector(vllm_config: VllmConfig) -> int:
+    """Return how many cores vLLM takes from the workers of a CPU host because there is a connector.
+
+    It does so for connectors with a busy thread of their own, and kvtier has none: before 0.31 one core, from then on
+    one for each worker, on top of one for each worker that it reserves anyway. Only its own binding does so.
+    """
+    if not is_on_cpu() or envs.VLLM_CPU_OMP_THREADS_BIND != "auto":
+        return 0
+    if getattr(envs, "VLLM_CPU_NUM_OF_RESERVED_CPU", None) is not None:
+        return 0
+    return int(vllm_config.parallel_config.local_world_size)
+
+
+def why_prefix_caching_is_off(vllm_config: VllmConfig) -> str:
+    """Return, for the end of a message, why vLLM has switched prefix caching off by itself; empty if it has not.
+
+    On CPUs it does so for MLA without AMX tiles or with the reference backend, and for every model on RISC-V.
+    """
+    if not current_platform.is_cpu():
+        return ""
+    if str(getattr(current_platform.get_cpu_architecture(), "name", "")) == "RISCV":
+        return ". vLLM has switched it off by itself: it does so for every model on a RISC-V CPU"
+    if getattr(vllm_config.model_config, "use_mla", False):
+        return (
+            ". vLLM has switched it off by itself: its attention for MLA on a CPU reuses no prefix unless it has AMX "
+            "tiles and its own backend; serve the model on a CPU with AMX or on a GPU, or leave kvtier out"
+        )
+    return ""
 
 
 def offloaded_weight_bytes(vllm_config: VllmConfig) -> int:

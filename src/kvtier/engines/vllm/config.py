@@ -4,18 +4,23 @@ The results in the scheduler's process and in the workers must be equal except f
 depend only on what vLLM gives to both.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import CacheConfig, ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec
 
-from kvtier.config import OffloadingConfig
+from kvtier.config import OffloadingConfig, parse_settings
+from kvtier.cpu.policies import create_cache_policy
 from kvtier.engines.vllm import compat
-from kvtier.engines.vllm.groups import first_spec, make_kv_groups
+from kvtier.engines.vllm.groups import ALIGN_REMEDY, ALIGNED, first_spec, make_kv_groups
 from kvtier.engines.vllm.host_memory import count_engines, count_host_bytes
 from kvtier.engines.vllm.identity import make_model_identity
-from kvtier.errors import ConfigError, ModelError
+from kvtier.errors import ConfigError, MissingExtraError, ModelError
+from kvtier.factory import DEFAULT_SPEC, TIERING_SPEC
+from kvtier.tenants import make_tenants
+from kvtier.tiering.factory import check_tier_config, require_encryption
 
 ENGINE_KIND = "vllm"
 """Name of this engine in namespaces; another engine has another layout of bytes."""
@@ -67,8 +72,19 @@ def make_offloading_config(
         engine_kind=ENGINE_KIND,
         engine_host_bytes=count_host_bytes(vllm_config, kv_cache_config),
         engines_per_host=count_engines(vllm_config),
+        computes_last_token=computes_last_token(vllm_config),
         extra_config=extra_config(vllm_config),
     )
+
+
+def computes_last_token(vllm_config: VllmConfig) -> bool:
+    """Return whether vLLM computes the last token of a prompt again that a load has brought whole. Pure.
+
+    It does so behind every load that ran beside its steps. But the keys that a draft model of the EAGLE kind has for
+    the last token of a block depend on the token behind it, which the block's hash does not cover.
+    """
+    speculative_config = vllm_config.speculative_config
+    return speculative_config is None or not speculative_config.use_eagle()
 
 
 def outlives_engine(vllm_config: VllmConfig) -> bool:
@@ -98,8 +114,62 @@ def check_supported(vllm_config: VllmConfig) -> None:
     if not has_prefix_caching:
         # vLLM clears the flag for models whose prefixes cannot be reused, and still hashes their blocks.
         remedy = "must be true: a prefix that cannot be reused on the device cannot be reused from a tier"
-        raise ConfigError("enable_prefix_caching", has_prefix_caching, remedy)
+        if getattr(vllm_config.model_config, "is_hybrid", False):
+            remedy += "; with recurrent states vLLM wants --enable-prefix-caching said"
+        cause = compat.why_prefix_caching_is_off(vllm_config)
+        raise ConfigError("enable_prefix_caching", has_prefix_caching, f"{remedy}{cause}")
     check_rope(vllm_config.model_config)
+    check_states(vllm_config.cache_config)
+
+
+def check_states(cache_config: CacheConfig) -> None:
+    """Refuse settings with which a block does not hold the whole recurrent state after its last token. Pure.
+
+    Raises:
+        ConfigError: one is set; the message has the flag.
+    """
+    mode = getattr(cache_config, "mamba_cache_mode", ALIGNED)
+    if mode not in (
+        ALIGNED,
+        "none",
+    ):  # "none" is that of models without states; a group in it is refused by itself
+        remedy = f"does not keep recurrent states where kvtier finds them: {ALIGN_REMEDY}"
+        raise ConfigError("mamba_cache_mode", mode, remedy)
+    for name in ("use_replayssm", "use_kda_recoverssm"):
+        value = getattr(cache_config, name, False)
+        if value:
+            remedy = (
+                "must be false: the last tokens of a state are kept apart from it and are not in its block"
+            )
+            raise ConfigError(name, value, remedy)
+
+
+def check_settings(extra_config: Mapping[str, Any]) -> None:  # Any: JSON of the user
+    """Refuse settings of kvtier that cannot work, as far as they show it without an engine.
+
+    What needs the model's page sizes, or a tier's backend, is found when the connector is built. The settings of a spec
+    of the user's own are left to it.
+
+    Raises:
+        KVTierError: as ``check_before_start`` of the plug-in.
+    """
+    settings = parse_settings(extra_config)
+    if settings.spec_name not in (None, DEFAULT_SPEC, TIERING_SPEC):
+        return
+    if settings.cpu_bytes_to_use is None:
+        remedy = 'is required: host memory over all workers, such as "8GiB", or "auto"'
+        raise ConfigError("cpu_bytes_to_use", settings.cpu_bytes_to_use, remedy)
+    create_cache_policy(settings.eviction_policy, 1)
+    make_tenants(settings)
+    for entry in settings.secondary_tiers:
+        try:
+            name, tier_class, common, _ = check_tier_config(entry)
+        except MissingExtraError:
+            if entry.get("required"):
+                raise
+            continue  # the start goes on without the tier, and says so
+        if settings.encryption is not None:
+            require_encryption(name, tier_class, common)
 
 
 def check_rope(model_config: ModelConfig) -> None:
@@ -160,9 +230,18 @@ def describe_kv_dtype(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     """
     cache_config = vllm_config.cache_config
     specs = [first_spec(group) for group in kv_cache_config.kv_cache_groups]
-    of_groups = ", ".join(f"{spec.dtype} {spec.kv_quant_mode.name}".removeprefix("torch.") for spec in specs)
+    of_groups = ", ".join(map(describe_contents, specs))
     skipped = ",".join(getattr(cache_config, "kv_cache_dtype_skip_layers", None) or ())
     return f"{cache_config.cache_dtype}: {of_groups}" + (f" without {skipped}" if skipped else "")
+
+
+def describe_contents(spec: KVCacheSpec) -> str:
+    """Return the data type of a layer's page, for a recurrent state the shape and type of each part. Pure."""
+    if isinstance(spec, MambaSpec):
+        parts = zip(spec.shapes, spec.dtypes, strict=True)
+        described = " ".join(f"{'x'.join(map(str, shape))} {dtype}" for shape, dtype in parts)
+        return f"{spec.mamba_type.name} state {described}".replace("torch.", "")
+    return f"{spec.dtype} {spec.kv_quant_mode.name}".removeprefix("torch.")
 
 
 def extra_config(vllm_config: VllmConfig) -> dict[str, Any]:  # Any: kvtier.config gives the values types

@@ -76,7 +76,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks, KVConnectorBase_V1, SupportsH
             self._metrics = self._serve_metrics(vllm_config)
             recompute_failed_loads(vllm_config)
             self._can_wait_by_layer = self._admits_layerwise(vllm_config)
-            self._log_start()
+            self._log_start(vllm_config)
 
     def get_kv_connector_stats(self) -> KVTierStats | None:
         """Return what has changed since the last report: once in an interval, and before the engine rests.
@@ -153,9 +153,17 @@ class KVTierConnector(SchedulerHooks, WorkerHooks, KVConnectorBase_V1, SupportsH
             self._connector.shutdown()
             raise
 
-    def _log_start(self) -> None:
+    def _log_start(self, vllm_config: VllmConfig) -> None:
         config = self._connector.spec.config
         logger.info("kvtier offloads the KV of %s: %s", config.model.name, describe_groups(config.groups))
+        num_cores = compat.reserved_for_connector(vllm_config)
+        if num_cores:
+            logger.warning(
+                "vLLM leaves %d cores more idle because it has a connector, and kvtier needs none: set "
+                "VLLM_CPU_NUM_OF_RESERVED_CPU=%d",
+                num_cores,
+                num_cores,
+            )
 
 
 def find_layerwise_obstacle(vllm_config: VllmConfig) -> str | None:

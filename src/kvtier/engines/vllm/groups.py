@@ -6,10 +6,12 @@ is refused: no start is better than wrong bytes.
 vLLM replaces blocks that have left a window by the null block, number 0, which no request owns. It must not be in any
 transfer. How vLLM frees blocks ensures this. Full attention frees none while a request runs. A window of ``w`` tokens
 frees the blocks that lie entirely before the last ``w - 1`` computed tokens, and of a load it allocates only the
-others: kvtier's tail of a window group is these ``w - 1`` tokens. Kinds that leave other holes (recurrent states,
-chunked local and reference windows) are refused.
+others: kvtier's tail of a window group is these ``w - 1`` tokens. Of a recurrent state it keeps the block of the last
+token in the aligned cache mode, names the blocks that hold the state after a whole block in each step, and of a load it
+allocates the last block. Kinds that leave other holes (chunked local and reference windows) are refused.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 from vllm.v1.kv_cache_interface import (
@@ -17,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
     SlidingWindowMLASpec,
@@ -34,6 +37,7 @@ KINDS: Mapping[type[KVCacheSpec], GroupKind] = {
     SinkFullAttentionSpec: GroupKind.FULL,
     SlidingWindowSpec: GroupKind.WINDOW,
     SlidingWindowMLASpec: GroupKind.WINDOW,
+    MambaSpec: GroupKind.STATE,
 }
 """The supported specifications."""
 
@@ -41,6 +45,11 @@ MERGE_REMEDY = (
     "start vLLM with --disable-hybrid-kv-cache-manager, which keeps the whole prefix of such layers"
 )
 NO_REMEDY = "run this model without kvtier"
+
+ALIGNED = "align"
+"""The only mode of vLLM in which it names the blocks that hold a state, and frees those that no longer do."""
+
+ALIGN_REMEDY = f"start vLLM with --mamba-cache-mode {ALIGNED}"
 
 REMEDIES = {"ChunkedLocalAttentionSpec": MERGE_REMEDY}
 """The remedy for a kind that is refused; NO_REMEDY for all others."""
@@ -69,8 +78,8 @@ def make_kv_groups(kv_cache_config: KVCacheConfig) -> tuple[KVGroup, ...]:
 def can_recompute_from_block(groups: Sequence[KVGroup]) -> bool:
     """Return whether a request can be recomputed from any block of its prefix. Pure.
 
-    A window group lacks the blocks before a load's tail, and block numbers are unique within a group only. So except
-    with one full-attention group, a request whose load failed is computed from its first token.
+    A window or state group lacks the blocks before a load's tail, and block numbers are unique within a group only. So
+    except with one full-attention group, a request whose load failed is computed from its first token.
     """
     return len(groups) == 1 and groups[0].kind is GroupKind.FULL
 
@@ -82,16 +91,26 @@ def page_bytes_of_layers(kv_cache_config: KVCacheConfig, group: KVCacheGroupSpec
         ModelError: a worker's specification of a layer contradicts the one that the scheduler's process has.
     """
     first = first_spec(group)
-    stored = compat.stored_page_bytes(kv_cache_config, group, first)
-    pages = dict.fromkeys(group.layer_names, first.unpadded_page_size_bytes) if stored is None else stored
+    # Layers of one state group have equal padded pages, so the layout of the tensors says nothing of what is in them.
+    is_state = isinstance(first, MambaSpec)
+    stored = None if is_state else compat.stored_page_bytes(kv_cache_config, group, first)
+    pages = dict.fromkeys(group.layer_names, unpadded_bytes(first)) if stored is None else stored
     for name, spec in _own_specs(group).items():
-        own_bytes = spec.unpadded_page_size_bytes
+        own_bytes = unpadded_bytes(spec)
         if own_bytes > pages[name] or (stored is None and own_bytes != pages[name]):
             raise ModelError(
                 f"layer {name!r} has pages of {own_bytes} bytes, but in vLLM {compat.release()} its scheduler has "
                 f"{pages[name]}: {NO_REMEDY}, or use a later vLLM"
             )
     return {name: int(pages[name]) for name in group.layer_names}
+
+
+def unpadded_bytes(spec: KVCacheSpec) -> int:
+    """Return the bytes that a layer uses of a page. Pure."""
+    if not isinstance(spec, MambaSpec):
+        return int(spec.unpadded_page_size_bytes)
+    sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
+    return sum(sizes)
 
 
 def first_spec(group: KVCacheGroupSpec) -> KVCacheSpec:
@@ -137,10 +156,31 @@ def _kind_of(idx: int, spec: KVCacheSpec) -> tuple[GroupKind, int | None]:
         raise ModelError(
             f"KV group {idx} attends to later tokens, so the hash of a prefix does not identify its bytes: {NO_REMEDY}"
         )
-    if kind is GroupKind.FULL:
+    if isinstance(spec, MambaSpec):
+        _require_named_states(idx, spec)
+    if kind is not GroupKind.WINDOW:
         return kind, None
     # Retained tokens are outside the window at first, but drafting several tokens may attend to them again.
     return kind, int(spec.sliding_window + spec.extra_retained_tokens)
+
+
+def _require_named_states(idx: int, spec: MambaSpec) -> None:
+    """Refuse recurrent states of which vLLM does not say which device blocks hold them.
+
+    Raises:
+        ModelError: the cache mode is another one, or the release is too old.
+    """
+    name = type(spec).__name__
+    if spec.mamba_cache_mode != ALIGNED:
+        raise ModelError(
+            f"KV group {idx} is of kind {name} in cache mode {spec.mamba_cache_mode!r}, in which its recurrent states "
+            f"are not kept at the ends of blocks alone: {ALIGN_REMEDY}"
+        )
+    if not compat.NAMES_KEPT_STATES:
+        raise ModelError(
+            f"KV group {idx} is of kind {name}, and vLLM {compat.release()} does not say which blocks hold a recurrent "
+            "state: use vLLM 0.32 or later, or run this model without kvtier"
+        )
 
 
 def _own_specs(group: KVCacheGroupSpec) -> Mapping[str, KVCacheSpec]:

@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import re
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +21,13 @@ from vllm import envs
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
 
 from kvtier.config import ModelIdentity
-from kvtier.engines.checkpoint import Fingerprint, FingerprintJob, require_unchanged
-from kvtier.errors import ConfigError, FingerprintError
+from kvtier.engines.checkpoint import (
+    Fingerprint,
+    FingerprintJob,
+    require_started_after,
+    require_unchanged,
+)
+from kvtier.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +51,6 @@ NOT_READ = "not read here"
 
 ENGINE_PROCESS = "EngineCore"
 """Prefix of the name of the process that vLLM starts for one engine, before it loads the weights."""
-
-START_SLACK_NS = 50_000_000
-"""Tolerance for the ticks of the kernel's clocks: a file written just before the process began is not younger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,11 +251,7 @@ def require_unambiguous(role: str, model_config: ModelConfig, name: WeightsName)
     is_own_process = multiprocessing.current_process().name.startswith(ENGINE_PROCESS)
     if name.fingerprint is None or not is_own_process or is_hub_name(model_config):
         return
-    began_ns = process_start_ns() + START_SLACK_NS
-    for file in name.fingerprint.files:
-        if file.stamp.ctime_ns > began_ns:
-            reason = "it changed after the engine had started, so it may differ from what was loaded"
-            raise FingerprintError(file.path, reason, "start the engine again")
+    require_started_after(name.fingerprint.files)
 
 
 def find_checkpoint(model_config: ModelConfig, load_config: LoadConfig) -> Path | None:
@@ -304,13 +301,6 @@ def is_hub_name(model_config: ModelConfig) -> bool:
     """Return whether a model is named as a hub names it, not by a path or URL."""
     name = str(model_config.model)
     return "://" not in name and not _is_in_bucket(model_config) and not Path(name).exists()
-
-
-def process_start_ns() -> int:
-    """Return the start of this process on the clock of file times."""
-    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    since_boot_ns = int(fields[19]) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
-    return time.time_ns() - (time.clock_gettime_ns(time.CLOCK_BOOTTIME) - since_boot_ns)
 
 
 def _is_in_bucket(model_config: ModelConfig) -> bool:

@@ -13,31 +13,42 @@ device block starts, its length without padding, and the distance to the next bl
 - packed: the pages of several layers for one device block are adjacent. Adjacent pages of a group become one page, so a
   block is one copy.
 
+The page of a recurrent state has several tensors one after the other, of several types, and padding behind them.
+
 Rows outlive the process, so the order of a group's pages depends on the configuration only: by position within an
 allocation, and allocations by their first layer, never by address.
 
 Source: ``KVConnectorBase_V1`` of vLLM 0.28 to 0.33.
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
 from kvtier.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvtier.connector.common import OffloadingConnectorMetadata, OffloadingWorkerMetadata
 from kvtier.connector.offloading_connector import OffloadingConnector
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.engines.vllm.compat import TransferResults
-from kvtier.engines.vllm.groups import can_recompute_from_block, page_bytes_of_layers
+from kvtier.engines.vllm.groups import (
+    NO_REMEDY,
+    can_recompute_from_block,
+    first_spec,
+    page_bytes_of_layers,
+)
 from kvtier.errors import KVCacheLayoutError
 
 LAYOUT_REMEDY = (
     "set VLLM_KV_CACHE_LAYOUT to LBNHC, LBHNC, BLNHC or BLHNC (NHD or HND in vLLM 0.28), or choose another attention "
     "backend"
 )
+
+LayerCache = torch.Tensor | Sequence[torch.Tensor]
+"""The KV cache of a layer as vLLM registers it: one tensor, or those of a recurrent state, in the order of its page."""
 
 
 class WorkerHooks:
@@ -49,7 +60,7 @@ class WorkerHooks:
 
     def __init__(self) -> None:
         self._invalid_block_ids: set[int] = set()
-        self._kv_caches: Mapping[str, torch.Tensor] = {}
+        self._kv_caches: Mapping[str, LayerCache] = {}
         self._is_registered = False
 
     @property
@@ -64,7 +75,7 @@ class WorkerHooks:
         assert isinstance(metadata, OffloadingConnectorMetadata), "vLLM binds the metadata before each step"
         return metadata
 
-    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    def register_kv_caches(self, kv_caches: Mapping[str, LayerCache]) -> None:
         """Register the KV cache of every layer, before the first step."""
         self._worker.register_kv_caches(make_canonical_kv_caches(self._kv_cache_config, kv_caches))
         self._kv_caches = kv_caches
@@ -170,13 +181,14 @@ class PageRun:
 
 
 def make_canonical_kv_caches(
-    kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
+    kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, LayerCache]
 ) -> CanonicalKVCaches:
     """Return views of every group's pages.
 
     Args:
         kv_cache_config: the groups and the number of device blocks.
-        kv_caches: the KV cache of each layer, first dimension device blocks or equal parts of them.
+        kv_caches: the KV cache of each layer, first dimension device blocks or equal parts of them; several tensors for
+            a recurrent state.
 
     Raises:
         KVCacheLayoutError: a layer is missing, or its pages have no constant stride; the message names it.
@@ -202,20 +214,20 @@ def make_canonical_kv_caches(
 
 
 def find_refs(
-    kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor], runs: Sequence[PageRun]
+    kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, LayerCache], runs: Sequence[PageRun]
 ) -> dict[str, int]:
     """Return for each layer of the only group the index of the run with the layer's page. Pure."""
     (group,) = kv_cache_config.kv_cache_groups
     pages = page_bytes_of_layers(kv_cache_config, group)
     refs: dict[str, int] = {}
     for name in group.layer_names:
-        page = find_pages(name, kv_caches.get(name), pages[name], kv_cache_config.num_blocks)
+        page = _find_pages_of(group, name, kv_caches.get(name), pages[name], kv_cache_config.num_blocks)
         refs[name] = next(idx for idx, run in enumerate(runs) if run.contains(page))
     return refs
 
 
 def find_runs(
-    kv_cache_config: KVCacheConfig, group: KVCacheGroupSpec, kv_caches: Mapping[str, torch.Tensor]
+    kv_cache_config: KVCacheConfig, group: KVCacheGroupSpec, kv_caches: Mapping[str, LayerCache]
 ) -> list[PageRun]:
     """Return the pages of one group, adjacent ones joined, in the order of their bytes in a row. Pure.
 
@@ -225,7 +237,10 @@ def find_runs(
     pages = page_bytes_of_layers(kv_cache_config, group)
     num_blocks = kv_cache_config.num_blocks
     return merge_adjacent(
-        [find_pages(name, kv_caches.get(name), pages[name], num_blocks) for name in group.layer_names]
+        [
+            _find_pages_of(group, name, kv_caches.get(name), pages[name], num_blocks)
+            for name in group.layer_names
+        ]
     )
 
 
@@ -271,6 +286,49 @@ def find_pages(layer: str, cache: object, page_bytes: int, num_blocks: int) -> P
             f"{run.storage.nbytes()}: vLLM's page size of {page_bytes} bytes contradicts what it allocated"
         )
     return run
+
+
+def _find_pages_of(
+    group: KVCacheGroupSpec, layer: str, cache: object, page_bytes: int, num_blocks: int
+) -> PageRun:
+    """Return where the pages of one layer of a group are."""
+    is_state = isinstance(first_spec(group), MambaSpec)
+    if is_state and isinstance(cache, list | tuple) and cache:
+        return find_state_pages(layer, cache, page_bytes, num_blocks)
+    return find_pages(layer, cache, page_bytes, num_blocks)
+
+
+def find_state_pages(layer: str, parts: Sequence[object], page_bytes: int, num_blocks: int) -> PageRun:
+    """Return where the pages of a recurrent state are, the parts of which lie one behind the other. Pure.
+
+    Args:
+        layer: its name, for messages.
+        parts: its KV cache as vLLM registered it, tensors of one dtype each.
+        page_bytes: its bytes in a device block, unpadded.
+        num_blocks: device blocks.
+
+    Raises:
+        KVCacheLayoutError: there is a gap between parts, they are not tensors, or they are not ``page_bytes`` long.
+    """
+    runs = [find_pages(layer, part, _bytes_per_block(part), num_blocks) for part in parts]
+    joined = runs[0]
+    for run in runs[1:]:
+        if not joined.is_followed_by(run):
+            raise KVCacheLayoutError(
+                f"layer {layer!r}: the {len(parts)} parts of its recurrent state do not lie one behind the other: "
+                f"{NO_REMEDY}"
+            )
+        joined = replace(joined, page_bytes=joined.page_bytes + run.page_bytes)
+    if joined.page_bytes != page_bytes:
+        raise KVCacheLayoutError(
+            f"layer {layer!r}: a recurrent state has {page_bytes} bytes, but the tensors of its KV cache have "
+            f"{joined.page_bytes} a block: {NO_REMEDY}"
+        )
+    return joined
+
+
+def _bytes_per_block(part: object) -> int:
+    return math.prod(part.shape[1:]) * part.element_size() if isinstance(part, torch.Tensor) else 0
 
 
 def merge_adjacent(runs: Sequence[PageRun]) -> list[PageRun]:

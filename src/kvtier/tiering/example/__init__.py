@@ -2,7 +2,7 @@
 
 It really keeps the bytes of each block, evicts by a policy when full, and answers every job exactly once. It
 has no thread: a synchronous tier does its work in submit and reports it at the next poll; an asynchronous one
-(``simulate_async``) does it one poll later, as a tier behind a network would.
+(``simulate_async``) does it at that poll, so that a job is under way in between, as behind a network.
 """
 
 import time
@@ -49,7 +49,7 @@ class ExampleSettings:
     )
     simulate_async: bool = field(
         default=False,
-        metadata=setting(flag, "`true` ends a job one poll later, as a tier behind a network would"),
+        metadata=setting(flag, "`true` does a job's work at the next poll, as a tier behind a network would"),
     )
 
 
@@ -62,7 +62,7 @@ class ExampleSecondaryTier(
         config: what the engine said of itself.
         primary_kv_view: the primary's rows, shape (num_blocks, row_stride), format 'b'.
         max_blocks: rows kept; beyond them the policy evicts, by default the oldest.
-        simulate_async: whether a job ends one poll after the next instead of at the next.
+        simulate_async: whether a job is carried out by the next poll, which reports it, instead of in its submit.
         settings: the settings that every tier has.
         clock: seconds, monotonic; when requests arrive, for policies that learn from it.
 
@@ -120,10 +120,8 @@ class ExampleSecondaryTier(
         self.submit_store(job)
 
     def get_finished(self) -> Iterable[JobResult]:
+        self._carry_out_begun()
         finished, self.completed_jobs = self.completed_jobs, []
-        begun, self._begun = self._begun, []
-        for job in begun:
-            self._carry_out(job)
         return finished
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -166,9 +164,7 @@ class ExampleSecondaryTier(
 
     def drain(self, timeout_s: float) -> bool:
         del timeout_s
-        begun, self._begun = self._begun, []
-        for job in begun:
-            self._carry_out(job)
+        self._carry_out_begun()
         return True
 
     def stats(self) -> dict[str, float]:
@@ -194,6 +190,11 @@ class ExampleSecondaryTier(
         self.blocks.clear()
         self._order.clear()
         self._losses.clear()
+
+    def _carry_out_begun(self) -> None:
+        begun, self._begun = self._begun, []
+        for job in begun:
+            self._carry_out(job)
 
     def _carry_out(self, job: JobMetadata) -> None:
         done = frozenset(self._load(job) if job.is_promotion else self._store(job))

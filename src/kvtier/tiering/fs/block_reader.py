@@ -85,8 +85,8 @@ class FailedReads:
     """
 
     def __init__(self, directory: FSDirectory) -> None:
+        self._directory = directory
         self._files = directory.files
-        self._usage = directory.usage
         self._outage = directory.outage
 
     def explain(
@@ -120,7 +120,7 @@ class FailedReads:
     ) -> None:
         """Remove a block that was read, unless its file was replaced since, and remember ``why``."""
         try:
-            self._usage.remove(self._files.remove(path, status))
+            self._directory.remove_block(key, path, status)
             namespace.index.evict((key,), why)
         except OSError as error:
             logger.warning("tier fs: block %s (%s) cannot be removed: %s", path, why.name.lower(), error)

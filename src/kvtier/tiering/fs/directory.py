@@ -9,15 +9,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtier.base import OffloadKey, get_offload_tenant
 from kvtier.errors import ConfigError
 from kvtier.tiering.fs.block_file import BlockFiles
 from kvtier.tiering.fs.expiry import BlockExpiry
 from kvtier.tiering.fs.file_support import FileSupport, detect_file_support
-from kvtier.tiering.fs.folders import TEMPORARY_NAME, USAGE_NAME, make_root
+from kvtier.tiering.fs.folders import TEMPORARY_NAME, TENANTS_NAME, USAGE_NAME, make_root
 from kvtier.tiering.fs.permissions import find_refusal
 from kvtier.tiering.fs.settings import FSSettings, explain_shrinking
 from kvtier.tiering.fs.shared_usage import SharedUsage, read_record
-from kvtier.tiering.fs.system import Owner, SystemCalls, current_owner
+from kvtier.tiering.fs.system import FileStatus, Owner, SystemCalls, current_owner
+from kvtier.tiering.fs.tenant_usage import Excesses, TenantUsage
 from kvtier.tiering.kit.backend import Counters
 from kvtier.tiering.kit.disk import ALIGNMENT_BYTES, Durability, is_aligned
 from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
@@ -50,6 +52,7 @@ class FSDirectory:
         clock: seconds, monotonic.
         wall_clock: seconds since 1970, comparable with the file system's times.
         expiry: which blocks are over; None: none ever is.
+        tenants: what tenants keep, where they have quotas.
         mount: where its file system is mounted.
         device: number of its file system at the start.
         outage: says once that the directory cannot be used.
@@ -71,6 +74,18 @@ class FSDirectory:
     outage: OutageLog
     full_disk: OutageLog
     expiry: BlockExpiry | None = None
+    tenants: TenantUsage | None = None
+
+    def remove_block(self, key: OffloadKey, path: str, status: FileStatus | None = None) -> None:
+        """Remove a block's file and count it out; with ``status`` only if it is still the file that had it.
+
+        Raises:
+            OSError: the system refused.
+        """
+        num_bytes = self.files.remove(path, status)
+        self.usage.remove(num_bytes)
+        if self.tenants is not None:
+            self.tenants.remove(get_offload_tenant(key), num_bytes)
 
     def find_refusal(self) -> str | None:
         """Return why the directory must not be used now; None where it may, or is missing and may be made."""
@@ -85,6 +100,7 @@ def open_directory(
     calls: SystemCalls,
     clock: Callable[[], float],
     wall_clock: Callable[[], float],
+    excesses: Excesses | None = None,
 ) -> FSDirectory:
     """Make the directory ready for rows such as these.
 
@@ -94,6 +110,7 @@ def open_directory(
         calls: the system.
         clock: seconds, monotonic.
         wall_clock: seconds since 1970.
+        excesses: compares what tenants keep with their quotas; None: they have none.
 
     Raises:
         ConfigError: it cannot be written, others may write to it, it holds more than twice the capacity, or direct I/O
@@ -125,10 +142,15 @@ def open_directory(
     usage_path = settings.root_dir / USAGE_NAME
     where = f"tier fs at {settings.root_dir}"
     outage = OutageLog(where)
+    block_bytes = HEADER_PAGE_BYTES + (rows.shape or (0, 0))[1]
+    tenants = None
+    if excesses is not None:
+        tenants_path = settings.root_dir / TENANTS_NAME
+        tenants = TenantUsage(tenants_path, settings.file_mode, block_bytes, excesses, outage)
     return FSDirectory(
         root=settings.root_dir,
         file_mode=settings.file_mode,
-        block_bytes=HEADER_PAGE_BYTES + (rows.shape or (0, 0))[1],
+        block_bytes=block_bytes,
         has_direct_io=support.has_direct_io,
         files=files,
         usage=SharedUsage(usage_path, owner, settings.capacity_bytes, settings.file_mode, wall_clock, outage),
@@ -141,6 +163,7 @@ def open_directory(
         outage=outage,
         full_disk=OutageLog(where),
         expiry=None if lifetime is None else BlockExpiry(lifetime, wall_clock, clock),
+        tenants=tenants,
     )
 
 

@@ -5,17 +5,16 @@ walks the directory when its last walk is too old, and evicts the files that wer
 for the writers that wait and some slack besides. Files of this tier's namespace are recycled as far as there is use.
 """
 
-import heapq
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from kvtier.departed import Loss
+from kvtier.tiering.fs.candidates import Candidates
 from kvtier.tiering.fs.directory import FSDirectory
 from kvtier.tiering.fs.external_deletions import ExternalDeletions
 from kvtier.tiering.fs.folders import (
@@ -29,29 +28,19 @@ from kvtier.tiering.fs.folders import (
     sweep_temporaries,
     walk_blocks,
 )
-from kvtier.tiering.fs.recycled_files import RecycledFiles
+from kvtier.tiering.fs.recycled_files import RecycledFiles, plan_excess, plan_num_recycled
 from kvtier.tiering.fs.shared_usage import UsageRecord
 
 logger = logging.getLogger(__name__)
-
-MAX_CANDIDATES = 32_768
-"""Files remembered from a walk as the next to go, about 300 bytes each. Fewer walk more often."""
 
 WALK_TTL_S = 600.0
 """Seconds after which a walk is repeated before more is evicted. Longer trusts a count that crashed writers
 and people with ``rm`` have made wrong; shorter walks a large directory all the time."""
 
-SLACK_SHARE = 32
-"""One part in so many of the capacity is kept free, in whole blocks, so that a writer rarely has to wait for an
-eviction. A larger share of room would be wasted; none at all in directories of a few blocks."""
-
-MAX_RECYCLED_FILES = 256
-"""Files of evicted blocks that are kept to be written over, where the slack has room for them. More would lie unused,
-and take long to remove at the end; fewer are used up by one long prompt, and new files are made."""
-
 FRUITLESS_FACTOR = 10
 """After a walk that led to no eviction, the next has to wait this many times as long as it took: a directory full
-of what cannot be removed must not be walked all the time. For a small directory that is no time at all."""
+of what cannot be removed must not be walked all the time. For a small directory that is no time at all. Likewise a walk
+for the blocks of tenants beyond their quotas alone: others' leave meanwhile."""
 
 ROOM_WAIT_S = 0.25
 """Seconds that a writer waits for room before its block is declined. A thread that waits moves nothing else,
@@ -97,6 +86,18 @@ class Evicted(NamedTuple):
     is_kept: bool = False
 
 
+class EvictedBatch(NamedTuple):
+    """What an eviction of some files gave.
+
+    Attributes:
+        num_tried: files that were to be evicted.
+        num_bytes: length of those that were.
+    """
+
+    num_tried: int
+    num_bytes: int
+
+
 class _Work(Protocol):
     """A method without arguments; its name tells its failures from others'."""
 
@@ -122,8 +123,6 @@ class Evictor:
 
     def __init__(self, directory: FSDirectory, recycled: RecycledFiles) -> None:
         self._directory = directory
-        expiry = directory.expiry
-        self._used_ns: Callable[[BlockFile], int] = expiry.used_ns if expiry else attrgetter("mtime_ns")
         self._namespace: FSNamespace | None = None
         self._recycled = recycled
         self._changed = threading.Condition()
@@ -134,7 +133,7 @@ class Evictor:
         self._num_rounds = 0
         self._num_checks = 0
         self.deletions = ExternalDeletions(directory, self._current_namespace, recycled)
-        self._candidates: list[BlockFile] = []
+        self._candidates = Candidates(directory, self._current_namespace)
         self._walked_s: float | None = None
         self._walk_took_s = 0.0
         self._freed_since_walk_bytes = 0
@@ -245,6 +244,9 @@ class Evictor:
         if not self.deletions.has_root:
             return
         self._num_checks += 1
+        tenants = self._directory.tenants
+        if tenants is not None and tenants.has_changes:
+            tenants.refresh()
         if self._num_checks * CHECK_S >= REFRESH_S:
             # This tier has stored nothing for minutes, and others may need the room of its recycled files.
             self._num_checks = 0
@@ -267,6 +269,8 @@ class Evictor:
         if self.deletions.has_root:
             self._recycled.remove_all(self._directory.usage)
             self._directory.usage.leave()
+            if self._directory.tenants is not None:
+                self._directory.tenants.refresh()
 
     def _current_namespace(self) -> FSNamespace:
         with self._changed:
@@ -313,7 +317,11 @@ class Evictor:
         record = self._directory.usage.refresh()
         if record is None:
             return
-        if not (record.is_counted and self._is_walk_fresh()):
+        tenants = self._directory.tenants
+        if tenants is not None:
+            tenants.refresh()
+        are_tenants_counted = tenants is None or tenants.is_counted
+        if not (record.is_counted and are_tenants_counted and self._is_walk_fresh()):
             record = self._walk(None, is_recount=True) or record
         block_bytes = self._directory.block_bytes
         num_recycled = plan_num_recycled(record, block_bytes)
@@ -323,18 +331,24 @@ class Evictor:
         excess_bytes = (
             plan_excess(record, block_bytes, len(self._recycled.waiting) * block_bytes) + wanted_bytes
         )
-        excess_bytes = max(disk_full_bytes, excess_bytes)
+        self._evict_bytes(max(disk_full_bytes, excess_bytes), num_recycled)
+
+    def _evict_bytes(self, excess_bytes: int, num_recycled: int) -> None:
+        """Evict so much, as far as there is something that may leave; arguments as of ``_evict_batch``."""
         has_just_walked = False
+        self._candidates.begin_round()
         while excess_bytes > 0 and not self._is_closed:
-            if not self._candidates:
-                if has_just_walked or self._is_walk_fruitless():
-                    return
+            if not has_just_walked and self._is_walk_needed():
                 self._walk(None, is_recount=True)
                 has_just_walked = True
-            freed_bytes = self._evict_batch(excess_bytes, num_recycled)
-            excess_bytes -= freed_bytes
-            self._freed_since_walk_bytes += freed_bytes
-            has_just_walked = has_just_walked and freed_bytes == 0
+                self._candidates.begin_round()
+            may_walk = not has_just_walked and not self._is_walk_too_soon()
+            batch = self._evict_batch(excess_bytes, num_recycled, may_walk=may_walk)
+            if batch.num_tried == 0 and not (may_walk and self._candidates.is_lacking()):
+                return
+            excess_bytes -= batch.num_bytes
+            self._freed_since_walk_bytes += batch.num_bytes
+            has_just_walked = has_just_walked and batch.num_bytes == 0
 
     def _sweep_if_due(self) -> None:
         """Remove the blocks whose time to live is over, unless another process evicts just now."""
@@ -346,10 +360,15 @@ class Evictor:
             if not has_lock:
                 return
             own = self._current_namespace()
-            swept = expiry.sweep(walk_blocks(directory.root), directory.files.remove, own.identity.name)
+            swept = expiry.sweep(walk_blocks(directory.root), self._remove_expired, own.identity.name)
             own.index.evict(list(map(own.format.key, swept.own_names)), Loss.EXPIRED)
             directory.usage.remove(swept.num_bytes)
             directory.counters.add(expired_blocks=swept.num_blocks)
+
+    def _remove_expired(self, block: BlockFile) -> int:
+        num_bytes = self._directory.files.remove(block.path)
+        self._candidates.on_evicted(block, num_bytes)
+        return num_bytes
 
     def _take_requests(self) -> list[RoomRequest]:
         with self._changed:
@@ -361,9 +380,17 @@ class Evictor:
             return False
         return self._directory.clock() - self._walked_s < WALK_TTL_S
 
-    def _is_walk_fruitless(self) -> bool:
-        """Return whether the last walk found what cannot be removed, and that not long ago for what it cost."""
-        if self._walked_s is None or self._freed_since_walk_bytes or not self._num_found_blocks:
+    def _is_walk_needed(self) -> bool:
+        """Return whether a walk may find more to evict: not soon, for what it cost, after one that led to nothing."""
+        is_empty = self._candidates.is_empty
+        if not is_empty and not self._candidates.is_lacking():
+            return False
+        if is_empty and (self._freed_since_walk_bytes or not self._num_found_blocks):
+            return True
+        return not self._is_walk_too_soon()
+
+    def _is_walk_too_soon(self) -> bool:
+        if self._walked_s is None:
             return False
         return self._directory.clock() - self._walked_s < FRUITLESS_FACTOR * self._walk_took_s
 
@@ -392,12 +419,10 @@ class Evictor:
                     namespace.index.add((namespace.format.key(block.name),))
                 yield block
 
-        used_ns = self._used_ns
-        oldest = heapq.nsmallest(MAX_CANDIDATES, observe(), key=lambda block: (used_ns(block), block.path))
+        self._num_found_blocks = self._candidates.choose(observe(), is_recount=is_recount)
         if self._is_closed:
             return None
-        self._candidates = oldest[::-1]
-        self._num_found_blocks = len(oldest)
+        self._candidates.end_recount()
         self._walked_s = directory.clock()
         self._walk_took_s = self._walked_s - begun_s
         self._freed_since_walk_bytes = 0
@@ -412,22 +437,25 @@ class Evictor:
         self._is_count_rough = _may_count_twice(counted, begun)
         return counted
 
-    def _evict_batch(self, excess_bytes: int, num_recycled: int) -> int:
-        """Evict the next candidates, as many as are needed or a batch, and return the bytes they gave.
+    def _evict_batch(self, excess_bytes: int, num_recycled: int, *, may_walk: bool) -> "EvictedBatch":
+        """Evict the next candidates, as many as are needed or a batch.
 
         Args:
             excess_bytes: how much is needed.
             num_recycled: how many files may be kept to be written over; others are removed.
+            may_walk: whether there may be a walk for candidates that lack.
         """
         own = self._current_namespace()
-        evicted_bytes, kept_bytes, num_blocks, keys = 0, 0, 0, []
-        for _ in range(min(BATCH_BLOCKS, len(self._candidates))):
-            if evicted_bytes >= excess_bytes:
+        num_tried, evicted_bytes, kept_bytes, num_blocks, keys = 0, 0, 0, 0, []
+        while num_tried < BATCH_BLOCKS and evicted_bytes < excess_bytes:
+            block = self._candidates.pop(excess_bytes - evicted_bytes, may_walk=may_walk)
+            if block is None:
                 break
-            block = self._candidates.pop()
+            num_tried += 1
             is_own = namespace_of(block.path) == own.identity.name
             reuse_for = own.identity.name if is_own and len(self._recycled.waiting) < num_recycled else None
             evicted = self._evict_if_still_old(block, reuse_for)
+            self._candidates.on_evicted(block, evicted.num_bytes)
             evicted_bytes += evicted.num_bytes
             kept_bytes += evicted.num_bytes if evicted.is_kept else 0
             num_blocks += evicted.num_bytes > 0
@@ -436,7 +464,7 @@ class Evictor:
         own.index.evict(keys)
         self._directory.usage.remove(evicted_bytes - kept_bytes)
         self._directory.counters.add(evicted_blocks=num_blocks, evicted_bytes=evicted_bytes)
-        return evicted_bytes
+        return EvictedBatch(num_tried, evicted_bytes)
 
     def _evict_if_still_old(self, block: BlockFile, reuse_for: str | None) -> Evicted:
         """Keep the file for blocks of the namespace ``reuse_for``, or remove it."""
@@ -462,22 +490,3 @@ def _may_count_twice(counted: UsageRecord | None, begun: UsageRecord) -> bool:
         begun.finished_bytes,
         0,
     )
-
-
-def plan_excess(record: UsageRecord, block_bytes: int, recycled_bytes: int) -> int:
-    """Return by how many bytes a directory is beyond where it should be, negative when below. Pure.
-
-    Args:
-        record: the shared count.
-        block_bytes: length of a block's file.
-        recycled_bytes: what of the count waits to be written over by this tier.
-    """
-    limit_bytes = record.limit_bytes
-    slack_bytes = limit_bytes // SLACK_SHARE // block_bytes * block_bytes
-    return record.used_bytes - recycled_bytes - (limit_bytes - slack_bytes)
-
-
-def plan_num_recycled(record: UsageRecord, block_bytes: int) -> int:
-    """Return how many recycled files one tier may keep: those of all together fit into the slack. Pure."""
-    slack_blocks = record.limit_bytes // SLACK_SHARE // block_bytes
-    return min(MAX_RECYCLED_FILES, slack_blocks // max(1, len(record.members)))

@@ -74,7 +74,9 @@ class BlockExpiry:
         self._next_s = self._clock() + self._pause_s
         return True
 
-    def sweep(self, blocks: Iterable[BlockFile], remove: Callable[[str], int], own_namespace: str) -> Swept:
+    def sweep(
+        self, blocks: Iterable[BlockFile], remove: Callable[[BlockFile], int], own_namespace: str
+    ) -> Swept:
         """Remove what is over.
 
         Args:
@@ -90,7 +92,7 @@ class BlockExpiry:
             if not self.is_over(block.mtime_ns / 10**9):
                 continue
             try:
-                removed_bytes = remove(block.path)
+                removed_bytes = remove(block)
             except OSError:
                 continue  # another user's: his own tier removes it
             num_blocks += removed_bytes > 0

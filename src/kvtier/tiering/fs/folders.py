@@ -31,6 +31,7 @@ from kvtier.tiering.kit.siblings import Sibling, SiblingPlace, log_siblings
 
 LOCK_NAME = ".lock"
 USAGE_NAME = ".usage"
+TENANTS_NAME = ".tenants"
 TEMPORARY_NAME = "tmp"
 NAMESPACE_DOCUMENT_NAME = "namespace.json"
 MAX_DOCUMENT_BYTES = 2**20

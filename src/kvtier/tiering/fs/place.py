@@ -25,6 +25,7 @@ from kvtier.tiering.fs.folders import (
     LOCK_NAME,
     NAMESPACE_DOCUMENT_NAME,
     TEMPORARY_NAME,
+    TENANTS_NAME,
     USAGE_NAME,
     BlockFile,
     namespace_of,
@@ -36,6 +37,7 @@ from kvtier.tiering.fs.permissions import find_refusal
 from kvtier.tiering.fs.settings import NO_LIMIT_BYTES, FSSettings, explain_shrinking
 from kvtier.tiering.fs.shared_usage import SharedUsage, UsageRecord, read_record
 from kvtier.tiering.fs.system import Owner, current_owner
+from kvtier.tiering.fs.tenant_usage import forget_table
 from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
 from kvtier.tiering.kit.place import (
     FAULTS_OF_PLACE,
@@ -56,7 +58,7 @@ MAX_ATTEMPTS = 3
 """Readings of a name that leads to another file each time: an engine evicts the block and stores it again all the
 time. More would read it for ever."""
 
-OWN_NAMES = frozenset({LOCK_NAME, USAGE_NAME, TEMPORARY_NAME})
+OWN_NAMES = frozenset({LOCK_NAME, USAGE_NAME, TENANTS_NAME, TEMPORARY_NAME})
 
 
 class FSPlace(Place):
@@ -141,6 +143,8 @@ class FSPlace(Place):
         finally:
             if self._usage is not None:
                 self._usage.end_removal(announced_bytes, removed.num_bytes)
+            if removed.num:
+                forget_table(self._root / TENANTS_NAME)
         return removed
 
     def end_removal(self, namespaces: Collection[str]) -> None:

@@ -22,9 +22,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.tiering.fs.block_file import BlockFiles
-from kvtier.tiering.fs.shared_usage import SharedUsage
+from kvtier.tiering.fs.shared_usage import SharedUsage, UsageRecord
 
 logger = logging.getLogger(__name__)
+
+SLACK_SHARE = 32
+"""One part in so many of the capacity is kept free, in whole blocks, so that a writer rarely has to wait for an
+eviction. A larger share of room would be wasted; none at all in directories of a few blocks."""
+
+MAX_RECYCLED_FILES = 256
+"""Files of evicted blocks that are kept to be written over, where the slack has room for them. More would lie unused,
+and take long to remove at the end; fewer are used up by one long prompt, and new files are made."""
 
 
 class RecycledFile(NamedTuple):
@@ -212,3 +220,22 @@ class Reservation:
             self.recycled.give_back(unused)
         num_written = self.num_reserved - (len(self.targets) - len(unused))
         usage.end_reservation(self.num_reserved * self.block_bytes, num_written * self.block_bytes)
+
+
+def plan_excess(record: UsageRecord, block_bytes: int, recycled_bytes: int) -> int:
+    """Return by how many bytes a directory is beyond where it should be, negative when below. Pure.
+
+    Args:
+        record: the shared count.
+        block_bytes: length of a block's file.
+        recycled_bytes: what of the count waits to be written over by this tier.
+    """
+    limit_bytes = record.limit_bytes
+    slack_bytes = limit_bytes // SLACK_SHARE // block_bytes * block_bytes
+    return record.used_bytes - recycled_bytes - (limit_bytes - slack_bytes)
+
+
+def plan_num_recycled(record: UsageRecord, block_bytes: int) -> int:
+    """Return how many recycled files one tier may keep: those of all together fit into the slack. Pure."""
+    slack_blocks = record.limit_bytes // SLACK_SHARE // block_bytes
+    return min(MAX_RECYCLED_FILES, slack_blocks // max(1, len(record.members)))

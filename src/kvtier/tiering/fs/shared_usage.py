@@ -410,7 +410,7 @@ class SharedUsage:
         try:
             fd = open_shared_file(self._path, self._file_mode)
             # A record that was removed while this waited for its lock is not written: no other process would read it.
-            if _lock(fd) and os.fstat(fd).st_nlink:
+            if lock_file(fd) and os.fstat(fd).st_nlink:
                 record = unpack_record(os.pread(fd, MAX_RECORD_BYTES, 0)).joined(
                     self._id, self._capacity_bytes, self._wall_clock(), self._recorded_in_flight_bytes
                 )
@@ -479,7 +479,8 @@ def open_shared_file(path: Path, file_mode: int) -> int:
     return fd
 
 
-def _lock(fd: int) -> bool:
+def lock_file(fd: int) -> bool:
+    """Lock a file that all processes of a directory change; False when another has kept it for a second."""
     pause_s = FIRST_LOCK_PAUSE_S
     for _ in range(LOCK_ATTEMPTS):
         try:

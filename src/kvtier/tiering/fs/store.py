@@ -110,7 +110,6 @@ class FSBlockStore(BlockStore[FSNamespace]):
         self._directory = directory
         self._row_bytes = rows.row_bytes
         self._files = directory.files
-        self._usage = directory.usage
         self._counters = directory.counters
         self._evictor = evictor
         self._writer = BlockWriter(directory, rows, evictor, recycled)
@@ -163,7 +162,12 @@ class FSBlockStore(BlockStore[FSNamespace]):
                 todo.append((key, slot))
         if not todo:
             return TransferOutcome(held)
-        outcomes = self._writer.write(namespace, todo)
+        if self._directory.tenants is None:
+            outcomes = self._writer.write(namespace, todo)
+        else:
+            with self._directory.tenants.counting([key for key, _ in todo]) as written:
+                outcomes = self._writer.write(namespace, todo)
+                written += [key for key, outcome in outcomes.items() if outcome is StoreOutcome.WRITTEN]
         stored = [key for key, outcome in outcomes.items() if outcome in HELD]
         namespace.index.add(stored)
         if self.siblings.found:
@@ -201,7 +205,7 @@ class FSBlockStore(BlockStore[FSNamespace]):
             path = namespace.block_path(key)
             if expiry.is_path_over(path):
                 try:
-                    self._directory.usage.remove(self._files.remove(path))
+                    self._directory.remove_block(key, path)
                 except OSError as error:
                     logger.warning("tier fs: expired block %s cannot be removed: %s", path, error)
 
@@ -225,7 +229,7 @@ class FSBlockStore(BlockStore[FSNamespace]):
         for key in keys:
             path = namespace.block_path(key)
             try:
-                self._usage.remove(self._files.remove(path))
+                self._directory.remove_block(key, path)
             except OSError as error:
                 logger.warning("tier fs: wrong block %s cannot be removed: %s", path, error)
         namespace.index.evict(keys, Loss.DAMAGED)

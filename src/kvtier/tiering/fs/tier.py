@@ -29,7 +29,7 @@ from kvtier.tiering.kit.disk import plan_num_threads
 from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES, MAX_KEY_BYTES
 from kvtier.tiering.kit.place import PlaceTier, ProbedTier, TierFinding
 from kvtier.tiering.kit.purging import remove_from_place
-from kvtier.tiering.kit.tenant_counts import make_tenant_counts
+from kvtier.tiering.kit.tenant_counts import make_excesses, make_tenant_counts
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 
 TIER_TYPE = "fs"
@@ -60,6 +60,7 @@ class FSTier(ThreadedTier[FSNamespace], EvictionReporter, PlaceTier, ProbedTier,
 
     own_settings: ClassVar = FSSettings
     can_encrypt: ClassVar[bool] = True
+    keeps_quotas: ClassVar[bool] = True
     place_setting: ClassVar[str] = "root_dir"
 
     def __init__(
@@ -78,7 +79,8 @@ class FSTier(ThreadedTier[FSNamespace], EvictionReporter, PlaceTier, ProbedTier,
         block_bytes = HEADER_PAGE_BYTES + rows.row_bytes
         fs_settings = parse_settings(FSSettings, own, f"tier {TIER_TYPE!r}")
         require_capacity(fs_settings, block_bytes)
-        directory = open_directory(fs_settings, primary_kv_view, calls, clock, wall_clock)
+        excesses = make_excesses(config, TIER_TYPE)
+        directory = open_directory(fs_settings, primary_kv_view, calls, clock, wall_clock, excesses)
         recycled = RecycledFiles(directory.files, directory.file_mode, directory.block_bytes)
         evictor = Evictor(directory, recycled)
         has_direct_io = directory.has_direct_io
@@ -91,7 +93,7 @@ class FSTier(ThreadedTier[FSNamespace], EvictionReporter, PlaceTier, ProbedTier,
             max_keys,
             emit_events=settings.emit_events,
             clock=clock,
-            make_counts=partial(make_tenant_counts, config),
+            make_counts=partial(make_tenant_counts, config, TIER_TYPE, block_bytes),
         )
         super().__init__(
             config,

@@ -36,6 +36,9 @@ class TransferOutcome(NamedTuple):
     is_fault: bool = False
 
 
+OVERDUE_CHECK_S = 1.0
+"""Seconds between two looks whether a job that is waited for is overdue, which matters only while each thread hangs."""
+
 Transfer = Callable[[Sequence[OffloadKey], Sequence[int]], TransferOutcome]
 """Moves blocks, given keys and their slots. Runs on a thread of the pool; may block and raise."""
 
@@ -156,6 +159,19 @@ class IOPool:
             self._expire(self._clock())
             reports, self._reports = self._reports, []
         return reports
+
+    def wait(self, job_id: JobId) -> JobResult:
+        """Block until an accepted job has ended and return its report, which ``get_finished`` then leaves out.
+
+        Thread: any, but one for each job. A job that is overdue fails; a transfer that runs is waited for.
+        """
+        with self._changed:
+            while True:
+                self._expire(self._clock())
+                for place, report in enumerate(self._reports):
+                    if report.job_id == job_id:
+                        return self._reports.pop(place)
+                self._changed.wait(OVERDUE_CHECK_S)
 
     def oldest_wait_s(self) -> float:
         """Return the age in seconds of the oldest job that no thread has begun, 0 when there is none."""

@@ -38,6 +38,7 @@ from kvtier.tiering.base import (
     TierSettings,
 )
 from kvtier.tiering.kit.backend import BlockStore
+from kvtier.tiering.kit.direct import DirectUse
 from kvtier.tiering.kit.envelope import MAX_KEY_BYTES
 from kvtier.tiering.kit.health import BackendHealth
 from kvtier.tiering.kit.io_pool import IOPool, Transfer, TransferOutcome
@@ -98,6 +99,9 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, BackendPurger, DroppingT
         clock: seconds, monotonic.
         remove_blocks: removes what the backend has of a namespace; None: its blocks cannot be purged by an engine.
 
+    Attributes:
+        direct: the tier without a manager, for engines whose own threads wait for it.
+
     Raises:
         ConfigError: the engine's keys change from process to process, or do not fit into a header.
     """
@@ -140,6 +144,12 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, BackendPurger, DroppingT
         self._purge = None if remove_blocks is None else BackgroundPurge(name, remove_blocks)
         self._open_stores: dict[JobId, tuple[OffloadKey, ...]] | None = {} if settings.emit_events else None
         self._namespace = self._open_namespace(b"")
+        self.direct = DirectUse(
+            self._pool,
+            self._contains_batch,
+            submit_store=lambda job: self._submit(job, self._store),
+            submit_load=lambda job: self._submit(job, self._load),
+        )
         self._num_drops = 0
         self._is_closed = False
         self._may_be_emptied = type(block_store).restore_description is not BlockStore.restore_description

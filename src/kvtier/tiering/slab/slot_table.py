@@ -12,11 +12,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvtier.base import OffloadKey
+from kvtier.base import OffloadKey, get_offload_tenant
 from kvtier.cpu.policies import BlockStatus, CachePolicy
 from kvtier.cpu.policies.learning import RequestLearner
 from kvtier.departed import DepartedBlocks, Loss
 from kvtier.namespace import Namespace
+from kvtier.tenants import OtherKeys
 from kvtier.tiering.kit.block_format import BlockFormat, format_of
 from kvtier.tiering.kit.eviction_log import EvictionLog
 from kvtier.tiering.kit.tenant_counts import TenantCounts
@@ -134,6 +135,8 @@ class SlotTable:
         self._epoch = EpochBlocks(make_policy())
         self._reusable = ReusableSlots(num_slots if is_empty else 0)
         self._unused: OrderedDict[OffloadKey, BlockStatus] = OrderedDict()
+        # Keys of the unused by tenant, some of them used since: only where tenants have quotas.
+        self._unused_of: dict[int, deque[OffloadKey]] = {}
         self._lost_slots: set[int] = set()
         self._next_generation = 1
         self._writing: set[int] = set()
@@ -147,6 +150,7 @@ class SlotTable:
             self._namespace = namespace
             self._reusable.add_foreign(status.block_id for status in self._unused.values())
             self._unused = OrderedDict()
+            self._unused_of = {}
             if self._epoch.num_blocks:
                 self._reusable.add_epoch(self._epoch)
                 self._epoch = EpochBlocks(self._make_policy())
@@ -173,6 +177,9 @@ class SlotTable:
                 self._unused = unused
                 if self._tenant_counts is not None:
                     self._tenant_counts.add(unused)
+                    if self._tenant_counts.has_quotas:
+                        for key in unused:
+                            self._unused_of.setdefault(get_offload_tenant(key), deque()).append(key)
                 self._adopt_times(contents)
             else:
                 self._reusable.add_foreign(contents.slot_of.values())
@@ -223,7 +230,7 @@ class SlotTable:
                 group.append(key)
             if held:
                 epoch.policy.touch(held)
-            slots = self._take_slots(epoch, len(missing), frozenset(keys))
+            slots = self._take_slots(epoch, missing, frozenset(keys))
             pins = [self._begin_write(epoch, key, slot) for key, slot in zip(missing, slots, strict=False)]
             oldest = min(self._writing, default=self._next_generation)
             return SlotReservation(held, awaited, pins, oldest)
@@ -398,16 +405,20 @@ class SlotTable:
         status.ref_cnt += 1
         return SlotPin(key, status, epoch)
 
-    def _take_slots(self, epoch: EpochBlocks, num: int, protected: Collection[OffloadKey]) -> list[int]:
-        """Return up to ``num`` slots that hold nothing any more, from where it costs least."""
+    def _take_slots(
+        self, epoch: EpochBlocks, missing: Sequence[OffloadKey], protected: Collection[OffloadKey]
+    ) -> list[int]:
+        """Return up to as many slots as blocks are missing, which hold nothing any more, from where it costs least."""
         slots: list[int] = []
+        num = len(missing)
         while len(slots) < num and (slot := self._reusable.take()) is not None:
             slots.append(slot)
+        victims, num_any = self._evict_beyond(epoch, missing, num - len(slots), protected)
         # None of the unused is named in the call that needs the room: those have come under the policy.
-        victims: list[tuple[OffloadKey, BlockStatus]] = []
-        while len(slots) + len(victims) < num and self._unused:
+        while num_any and self._unused:
             victims.append(self._unused.popitem(last=False))
-        victims += epoch.evict(num - len(slots) - len(victims), protected)
+            num_any -= 1
+        victims += epoch.evict(num_any, protected)
         for key, status in victims:
             slots.append(status.block_id)
             if self._evicted is not None:
@@ -421,6 +432,43 @@ class SlotTable:
         while len(slots) < num and (slot := self._reusable.take_failed()) is not None:
             slots.append(slot)
         return slots
+
+    def _evict_beyond(
+        self,
+        epoch: EpochBlocks,
+        missing: Sequence[OffloadKey],
+        num: int,
+        protected: Collection[OffloadKey],
+    ) -> tuple[list[tuple[OffloadKey, BlockStatus]], int]:
+        """Evict blocks of tenants beyond their quotas; return them, and how many of anybody's may go besides.
+
+        Args:
+            epoch: the present one.
+            missing: blocks that the store adds.
+            num: slots that it needs.
+            protected: blocks that stay.
+        """
+        victims: list[tuple[OffloadKey, BlockStatus]] = []
+        if self._tenant_counts is None or not self._tenant_counts.has_quotas:
+            return victims, num
+        ranked, num_beyond = self._tenant_counts.rank_beyond(missing)
+        for number, excess in ranked:
+            num_of = min(num - len(victims), excess, self._tenant_counts.num_blocks[number])
+            if num_of > 0:
+                victims += self._evict_of(number, epoch, num_of, protected)
+        return victims, min(num - min(num, num_beyond), num - len(victims))
+
+    def _evict_of(
+        self, number: int, epoch: EpochBlocks, num: int, protected: Collection[OffloadKey]
+    ) -> list[tuple[OffloadKey, BlockStatus]]:
+        """Evict up to ``num`` blocks of one tenant, those found at the start first."""
+        victims: list[tuple[OffloadKey, BlockStatus]] = []
+        unused = self._unused_of.get(number, ())
+        while unused and len(victims) < num:
+            key = unused.popleft()
+            if (status := self._unused.pop(key, None)) is not None:
+                victims.append((key, status))
+        return victims + epoch.evict(num - len(victims), OtherKeys(number, (protected, ())))
 
 
 def _is_in_flight(epoch: EpochBlocks, key: OffloadKey) -> bool:

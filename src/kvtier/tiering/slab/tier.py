@@ -65,6 +65,7 @@ class SlabTier(
 
     own_settings: ClassVar = SlabSettings
     can_encrypt: ClassVar[bool] = True
+    keeps_quotas: ClassVar[bool] = True
     locality: ClassVar[Locality | None] = Locality.LOCAL
     place_setting: ClassVar[str] = "path"
     supported_settings: ClassVar[frozenset[str]] = frozenset({"policy"})
@@ -105,7 +106,7 @@ class SlabTier(
                 emit_events=settings.emit_events,
                 losses=losses,
                 expiry=None if lifetime is None else SlotExpiry(lifetime, wall_clock),
-                tenant_counts=make_tenant_counts(config),
+                tenant_counts=make_tenant_counts(config, TIER_TYPE, file.geometry.slot_bytes),
             )
 
         self._slab = CurrentSlab(open_file, make_slot_table, clock)

@@ -1,14 +1,10 @@
 """Following an engine's block tables."""
 
-from tests.connector.fakes import FakeNewRequest, FakeRequest, FakeStep
+from tests.connector.fakes import FakeBlockState, FakeCopy, FakeNewRequest, FakeRequest, FakeStep
 
+from kvtier.connector.allocations import follow_states, list_written_blocks
 from kvtier.connector.groups import GroupLayout
-from kvtier.connector.request_state import (
-    RequestState,
-    follow_allocations,
-    list_written_blocks,
-    make_request_state,
-)
+from kvtier.connector.request_state import KeptState, RequestState, follow_allocations, make_request_state
 
 LAYOUTS = [GroupLayout(0, 4, 1, 1, None), GroupLayout(1, 8, 1, 2, None)]
 
@@ -73,3 +69,23 @@ def test_blocks_given_to_a_request_that_is_not_known_are_written_all_the_same() 
     step.scheduled_cached_reqs.add("third", 0, ([3], [4]))
 
     assert follow({}, step) == [1, 2, 3, 4]
+
+
+def test_blocks_that_another_is_copied_into_are_written() -> None:
+    assert follow({}, FakeStep(kv_cache_block_copies=[FakeCopy(3, 7), FakeCopy(4, 8)])) == [7, 8]
+
+
+def test_the_states_that_a_step_keeps_are_noted_for_their_requests_and_for_that_step_alone() -> None:
+    requests = known([1, 2], [0, 6])
+    requests["r"].stores.next_tokens = 100
+    kept = FakeBlockState({"r": [(1, 6, 16)], "stranger": [(1, 9, 8)]})
+
+    follow_states(requests, FakeStep(num_scheduled_tokens={"r": 8}, kv_connector_block_state=kept))
+
+    assert requests["r"].blocks.kept_states == [KeptState(1, 6, 16)]
+    assert requests["r"].stores.next_tokens == 0, "they are stored now or never"
+
+    kept = FakeBlockState({})
+    follow_states(requests, FakeStep(num_scheduled_tokens={"r": 1}, kv_connector_block_state=kept))
+
+    assert requests["r"].blocks.kept_states == []

@@ -1,0 +1,71 @@
+"""What vLLM calls in each of its processes once kvtier is installed: the entry point in ``vllm.general_plugins``.
+
+It makes ``"kv_connector": "KVTierConnector"`` enough, without a path to its module, and has kvtier's settings checked
+when vLLM makes its configuration, in the process of the API server. vLLM shows a connector its settings only when the
+model has been loaded and profiled, so that a misspelled one would cost that much time. No hook of a connector comes
+earlier on every platform (docs/adr/0040), so the configuration's own check is extended.
+
+In an engine without kvtier nothing of it but this file is imported. Source: ``vllm/plugins`` and
+``KVConnectorFactory`` of vLLM 0.28 to 0.33.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+CONNECTOR = "KVTierConnector"
+MODULE = "kvtier.engines.vllm"
+
+SEVERAL = "MultiConnector"
+"""vLLM's connector of connectors, whose settings have those of each."""
+
+
+def register() -> None:
+    """Register the connector, and have its settings checked with each configuration; idempotent."""
+    if CONNECTOR not in KVConnectorFactory._registry:  # noqa: SLF001 - it has no public way to ask
+        KVConnectorFactory.register_connector(CONNECTOR, MODULE, CONNECTOR)
+    stock = VllmConfig.__post_init__
+    if hasattr(stock, "__wrapped__"):
+        return
+
+    @functools.wraps(stock)
+    def check_too(self: VllmConfig) -> None:
+        stock(self)
+        check_before_start(self)
+
+    VllmConfig.__post_init__ = check_too
+
+
+def check_before_start(vllm_config: VllmConfig) -> None:
+    """Refuse what cannot work before a model is loaded, if the engine is to use kvtier.
+
+    Raises:
+        ConfigError: a setting cannot work, or a setting of vLLM is not supported.
+        UnknownNameError: an unknown setting, tier or policy.
+        NamedClassError: a tier's own class cannot be imported.
+        MissingExtraError: the client library of a required tier is not installed.
+    """
+    transfer_config = vllm_config.kv_transfer_config
+    if transfer_config is None:
+        return
+    for extra_config in own_settings(transfer_config):
+        # Imported here: in an engine that does not use kvtier none of it is.
+        from kvtier.engines.vllm.config import check_settings, check_supported
+
+        if transfer_config.kv_connector == CONNECTOR and vllm_config.model_config is not None:
+            check_supported(vllm_config)
+        check_settings(extra_config)
+
+
+def own_settings(transfer_config: KVTransferConfig) -> Iterator[Mapping[str, Any]]:  # Any: JSON of the user
+    """Yield the settings of each ``KVTierConnector`` in a configuration, also within vLLM's MultiConnector. Pure."""
+    extra_config = transfer_config.kv_connector_extra_config
+    if transfer_config.kv_connector == CONNECTOR:
+        yield extra_config
+    elif transfer_config.kv_connector == SEVERAL:
+        for one in extra_config.get("connectors", ()):
+            if isinstance(one, Mapping) and one.get("kv_connector") == CONNECTOR:
+                yield one.get("kv_connector_extra_config", {})

@@ -1,0 +1,203 @@
+"""The plug-in makes the connector's name enough, and refuses what cannot work before a model is loaded."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
+import torch
+from tests.engines.vllm.entry_points import install_entry_points
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+
+from kvtier.engines import vllm_plugin
+from kvtier.engines.vllm import KVTierConnector
+from kvtier.errors import MissingExtraError
+from kvtier.tiering import factory
+
+SETTINGS: dict[str, object] = {"cpu_bytes_to_use": "1MiB"}
+
+TINY_MLA = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "max_position_embeddings": 256,
+}
+
+
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load the plug-in as vLLM does, and take it back afterwards."""
+    monkeypatch.setattr(KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry))
+    monkeypatch.setattr(VllmConfig, "__post_init__", VllmConfig.__post_init__)
+    vllm_plugin.register()
+
+
+def make_config(
+    model_folder: Path,
+    settings: Mapping[str, object],
+    connector: str = "KVTierConnector",
+    kv_role: str = "kv_both",
+    **arguments: object,
+) -> VllmConfig:
+    """Make an engine's configuration as the API server does, with more ``arguments`` of vLLM."""
+    return EngineArgs(
+        model=str(model_folder),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=256,
+        block_size=16,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector=connector, kv_role=kv_role, kv_connector_extra_config=dict(settings)
+        ),
+        **arguments,
+    ).create_engine_config()
+
+
+@pytest.mark.usefixtures("plugin")
+def test_the_name_alone_finds_the_connector_and_loading_twice_is_loading_once(model_folder: Path) -> None:
+    vllm_plugin.register()
+
+    config = make_config(model_folder, SETTINGS)
+
+    assert KVConnectorFactory.get_connector_class(config.kv_transfer_config) is KVTierConnector
+
+
+BAD_SETTINGS: dict[str, tuple[dict[str, object], str]] = {
+    "a misspelled setting": ({"cpu_byte_to_use": "1MiB"}, "did you mean 'cpu_bytes_to_use'"),
+    "a wrong value": (SETTINGS | {"load_if": "slower"}, "load_if='slower'"),
+    "no host memory": ({"store_threshold": 2}, "cpu_bytes_to_use=None: is required"),
+    "an unknown policy": (SETTINGS | {"eviction_policy": "lruu"}, "did you mean 'lru'"),
+    "an unknown tier": (SETTINGS | {"secondary_tiers": [{"type": "ffs"}]}, "did you mean 'fs'"),
+    "a tier's misspelled setting": (
+        SETTINGS | {"secondary_tiers": [{"type": "fs", "root_dirs": "/x"}]},
+        "did you mean 'root_dir'",
+    ),
+    "no list of tiers": (SETTINGS | {"secondary_tiers": "fs"}, "must be a list"),
+}
+
+
+@pytest.mark.usefixtures("plugin")
+@pytest.mark.parametrize("case", BAD_SETTINGS)
+def test_settings_are_refused_when_the_configuration_is_made(model_folder: Path, case: str) -> None:
+    settings, message = BAD_SETTINGS[case]
+
+    with pytest.raises(ValueError, match=message):
+        make_config(model_folder, settings)
+
+
+@pytest.mark.usefixtures("plugin")
+def test_settings_within_vllms_connector_of_connectors_are_checked_too(model_folder: Path) -> None:
+    one = {
+        "kv_connector": "KVTierConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes": 1},
+    }
+
+    with pytest.raises(ValueError, match="did you mean 'cpu_bytes_to_use'"):
+        make_config(model_folder, {"connectors": [one]}, "MultiConnector")
+
+
+@pytest.mark.usefixtures("plugin")
+def test_what_vllm_is_told_is_refused_as_early(model_folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"enable_prefix_caching=False: must be true: .* from a tier \["):
+        make_config(model_folder, SETTINGS, enable_prefix_caching=False)
+    with pytest.raises(ValueError, match="kv_role='kv_producer': must be"):
+        make_config(model_folder, SETTINGS, kv_role="kv_producer")
+
+
+@pytest.mark.usefixtures("plugin")
+def test_other_connectors_are_left_alone(model_folder: Path) -> None:
+    config = make_config(model_folder, {"shared_storage_path": "/nowhere"}, "ExampleConnector")
+
+    assert config.kv_transfer_config.kv_connector == "ExampleConnector"
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_missing_client_library_is_refused_only_for_a_required_tier(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> None:
+        raise MissingExtraError("redis", "valkey")
+
+    monkeypatch.setattr(factory.TIERS, "resolve", missing)
+    tier = {"type": "valkey", "url": "redis://127.0.0.1:1"}
+
+    make_config(model_folder, SETTINGS | {"secondary_tiers": [tier]})
+    with pytest.raises(MissingExtraError, match=r"pip install 'kvtier\[valkey\]'"):
+        make_config(model_folder, SETTINGS | {"secondary_tiers": [tier | {"required": True}]})
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM does so on CPUs")
+@pytest.mark.usefixtures("plugin")
+def test_where_vllm_has_switched_prefix_caching_off_the_refusal_says_so(tmp_path: Path) -> None:
+    if torch.cpu._is_amx_tile_supported():
+        pytest.skip("on this CPU vLLM keeps it on")
+    (tmp_path / "config.json").write_text(json.dumps(TINY_MLA))
+
+    with pytest.raises(
+        ValueError, match=r"enable_prefix_caching=False.*vLLM has switched it off by itself.*MLA on a CPU"
+    ):
+        make_config(tmp_path, SETTINGS)
+
+
+START = """
+import os
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+from vllm import LLM
+try:
+    LLM({model!r}, skip_tokenizer_init=True, dtype="float32", max_model_len=256, kv_transfer_config={config!r})
+except Exception as error:
+    print("REFUSED", type(error).__name__, error)
+"""
+
+
+def test_a_misspelled_tier_ends_a_start_that_has_no_weights_to_read_through_the_entry_point_alone(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    assert [path.name for path in model_folder.iterdir()] == ["config.json"]
+    config = {
+        "kv_connector": "KVTierConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": SETTINGS | {"secondary_tiers": [{"type": "ffs"}]},
+    }
+    program = START.format(model=str(model_folder), config=config)
+    environment = os.environ | {
+        "PYTHONPATH": install_entry_points(tmp_path),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+
+    assert "REFUSED ValidationError" in ended.stdout
+    assert "did you mean 'fs'" in ended.stdout
+    assert "Loading weights" not in ended.stdout + ended.stderr
