@@ -17,7 +17,7 @@ from kvtier.tenants import tenant_number
 from kvtier.testing.tier_suite import TierDriver, key_of, make_config, make_rows
 from kvtier.tiering.base import JobMetadata
 from kvtier.tiering.factory import create_secondary_tier
-from kvtier.tiering.kit.key_ring import read_ring
+from kvtier.tiering.kit.key_ring import add_entry, make_ring, read_ring, write_ring
 
 
 @pytest.fixture
@@ -223,6 +223,33 @@ def test_inspect_and_purge_work_without_the_ring(
     assert "encrypted" in shown
     assert main(["purge", place, "--all"]) == 0
     assert not list((tmp_path / "fs").rglob("*.kv"))
+
+
+def tenants_in(place: str, capsys: pytest.CaptureFixture[str], *options: str) -> dict[int, int]:
+    """Return the blocks of each tenant of requests, as ``inspect`` counts them."""
+    capsys.readouterr()
+    assert main(["inspect", place, "--json", *options]) == 0
+    found = json.loads(capsys.readouterr().out)["namespaces"]
+    return {one["number"]: one["blocks"] for namespace in found for one in namespace["tenants"]}
+
+
+@pytest.mark.parametrize("kind", ["fs", "slab", "obj"])
+def test_inspect_and_purge_know_the_tenants_of_encrypted_blocks_with_the_ring_alone(
+    ring: Path, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(kind, tmp_path)
+    place, with_ring, number = place_of(kind, tmp_path), ("--key-file", str(ring)), tenant_number("acme")
+    other = tmp_path / "other.json"
+    write_ring(other, add_entry(make_ring(), None, 1.0))
+    assert tenants_in(place, capsys) == {}
+    assert tenants_in(place, capsys, *with_ring) == {0: 3, number: 2}
+    assert number not in tenants_in(place, capsys, "--key-file", str(other))
+    assert main(["purge", place, "--tenant", "acme"]) == 2
+    assert main(["purge", place, "--tenant", "acme", "--dry-run", *with_ring]) == 0
+    assert "would remove 2 blocks" in capsys.readouterr().out
+    assert main(["purge", place, "--tenant", "acme", *with_ring]) == 0
+    assert tenants_in(place, capsys, *with_ring) == {0: 3}
+    assert main(["purge", place, "--tenant", "acme", *with_ring]) == 2
 
 
 def test_doctor_reads_the_ring_and_refuses_tiers_that_cannot_encrypt(ring: Path, tmp_path: Path) -> None:

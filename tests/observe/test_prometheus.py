@@ -3,8 +3,10 @@
 import socket
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import cast
@@ -24,7 +26,7 @@ from kvtier.errors import ConfigError, MissingExtraError
 from kvtier.histogram import Histogram
 from kvtier.observe import serve_metrics
 from kvtier.observe.metrics import FAMILIES
-from kvtier.observe.prometheus import EngineCollector, open_metrics
+from kvtier.observe.prometheus import MAX_CLIENTS, EngineCollector, PageHandler, open_metrics
 from kvtier.tiering.manager import TieringOffloadingManager
 
 Labels = frozenset[tuple[str, str]]
@@ -121,6 +123,36 @@ def test_a_closed_server_gives_its_port_back_and_closing_twice_is_fine() -> None
 
     with serve_metrics(FakeEngine({"connector.requests": 1.0}), server.port) as again:
         assert scrape(again.url)
+
+
+def test_clients_that_send_half_a_request_take_no_more_than_their_share_and_keep_nobody_out() -> None:
+    num_threads = threading.active_count()
+    with ExitStack() as held, serve_metrics(FakeEngine({"connector.requests": 1.0}), 0) as server:
+        clients = []
+        for _ in range(4 * MAX_CLIENTS):
+            client = held.enter_context(socket.create_connection(("127.0.0.1", server.port), WAIT_S))
+            client.sendall(b"GET /metrics HT")
+            clients.append(client)
+
+        assert clients[0].recv(1) == b""
+        assert scrape(server.url)
+        end_s = time.monotonic() + WAIT_S
+        while threading.active_count() > num_threads + 1 + MAX_CLIENTS:
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+
+
+def test_a_silent_client_is_dropped_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(PageHandler, "timeout", 0.05)
+    with (
+        serve_metrics(FakeEngine(), 0) as server,
+        socket.create_connection(("127.0.0.1", server.port), WAIT_S) as client,
+    ):
+        client.sendall(b"GET /metrics HT")
+        assert client.recv(1) == b""
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("value", [-1, 65_536, True, "9400", 1.5])

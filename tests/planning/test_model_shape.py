@@ -10,6 +10,7 @@ from kvtier.errors import ConfigError
 from kvtier.planning.model_shape import (
     LayerGroup,
     ModelShape,
+    StateLayers,
     read_shape,
     shape_of_config,
     shape_of_dimensions,
@@ -228,3 +229,65 @@ def test_a_file_is_read_or_refused_in_words(tmp_path: Path) -> None:
             read_shape(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_shape(tmp_path / "none.json")
+
+
+QWEN_3_NEXT: Config = {
+    "model_type": "qwen3_next",
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_size": 2048,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "torch_dtype": "bfloat16",
+}
+STATE_BYTES = 3 * (2 * 16 * 128 + 32 * 128) * 2 + 32 * 128 * 128 * 2
+
+
+def test_a_hybrid_keeps_a_state_for_each_block_which_vllm_makes_as_long_as_a_state() -> None:
+    shape = shape_of_config(QWEN_3_NEXT)
+
+    assert shape.states == StateLayers(
+        36, STATE_BYTES, 544
+    )  # vLLM: "Setting attention block size to 544 tokens"
+    assert shape.growing_bytes_per_token == 12 * 2 * 2 * 256 * 2
+    assert shape.bytes_per_token == 24576 + -(-36 * STATE_BYTES // 544)
+    assert shape.load_bytes(8000) == 8000 * 24576 + 36 * STATE_BYTES
+    assert shape.stored_bytes_per_token(2) == shape.bytes_per_token
+    assert any("36 layers keep a recurrent state" in line for line in shape.assumptions)
+
+
+def test_layer_types_and_a_period_describe_the_same_hybrid() -> None:
+    kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 12
+    named = {**QWEN_3_NEXT, "layer_types": kinds}
+    del named["full_attention_interval"]
+
+    assert shape_of_config(named) == shape_of_config(QWEN_3_NEXT)
+
+
+def test_a_state_of_another_type_and_interval_has_other_bytes() -> None:
+    shape = shape_of_config({**QWEN_3_NEXT, "mamba_ssm_dtype": "float32"})
+    sparse = shape.with_state_interval(16_384)
+
+    assert shape.states is not None
+    assert shape.states.bytes_of_state == STATE_BYTES + 32 * 128 * 128 * 2
+    assert sparse.bytes_per_token == 24576 + -(-shape.states.bytes_kept // 16_384)
+
+
+def test_a_state_interval_is_refused_where_there_is_no_state_or_it_is_none() -> None:
+    with pytest.raises(ConfigError, match=r"--state-interval=64.*leave it out"):
+        shape_of_config(LLAMA_3_8B).with_state_interval(64)
+    with pytest.raises(ConfigError, match="--state-interval=0"):
+        shape_of_config(QWEN_3_NEXT).with_state_interval(0)
+
+
+def test_states_of_another_kind_are_refused_by_their_field() -> None:
+    config = {**LLAMA_3_8B, "layer_types": ["linear_attention"] * 32}
+
+    with pytest.raises(ConfigError, match="layer_types='linear_attention': is not supported"):
+        shape_of_config(config)

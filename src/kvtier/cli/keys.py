@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvtier.base import OffloadKey
 from kvtier.cli.output import size_in_words
 from kvtier.cli.place.options import JsonOption, counted, printable
 from kvtier.config import KEY_FILE_VARIABLE
@@ -165,6 +166,10 @@ class Proof:
         self.num_bytes = 0
         self.num_opened = 0
         self.num_read = 0
+
+    def key_of(self, namespace: bytes, name: bytes) -> OffloadKey:
+        """Return the block that an encrypted namespace calls so."""
+        return self._opener.key_of(namespace, name)
 
     def open(self, header: Buffer, payload: Buffer) -> HeaderCheck:
         """Count a block, and try every key if it is the tenant's."""

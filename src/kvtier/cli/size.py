@@ -3,7 +3,7 @@
 import importlib.metadata
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import typer
@@ -66,6 +66,9 @@ def size(
         str | None, typer.Option(help="Type of keys and values, such as fp8; default: the model's.")
     ] = None,
     tp: Annotated[int, typer.Option(help="Tensor-parallel workers of the engine.")] = 1,
+    state_interval: Annotated[
+        int | None, typer.Option(help="Tokens between kept recurrent states; default: one for each block.")
+    ] = None,
     host: Annotated[str, typer.Option(help="Sizes of host memory, by comma.")] = HOST_SIZES,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a table in Markdown.")] = False,
@@ -86,6 +89,8 @@ def size(
     host_sizes = [parse_bytes("--host", label) for label in labels]
     with naming_options(OPTION_NAMES):
         models = list_models(dtype) if model is None else (find_model(model, dtype),)
+    if state_interval is not None:
+        models = tuple(replace(one, shape=one.shape.with_state_interval(state_interval)) for one in models)
     sizes = [ModelSize(one, tp, one.shape.stored_bytes_per_token(tp)) for one in models]
     if as_json:
         found = [one.to_json(host_sizes) for one in sizes]

@@ -10,11 +10,16 @@ delay nor end an engine; it may see a request counted in one family and not yet 
 """
 
 import logging
+import socket
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import accumulate
+from socketserver import TCPServer, ThreadingMixIn
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from kvtier.config import DEFAULT_METRICS_HOST, MAX_PORT
 from kvtier.errors import ConfigError, MissingExtraError
@@ -23,9 +28,80 @@ from kvtier.observe.family import Family, Kind, MetricsSource, Sample, SampleFin
 from kvtier.observe.metrics import FAMILIES
 
 if TYPE_CHECKING:
+    from wsgiref.types import WSGIApplication
+
     from prometheus_client import Metric
 
 logger = logging.getLogger(__name__)
+
+
+MAX_CLIENTS = 16
+"""Connections at a time, each with a thread and a descriptor of the engine's process. A scrape takes milliseconds."""
+
+SILENCE_S = 10.0
+"""Seconds for which a client may send nothing, or not read its page. Less would drop a slow scraper."""
+
+
+class PageHandler(WSGIRequestHandler):
+    """One connection: answers a request and says nothing about it."""
+
+    timeout = SILENCE_S
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name of the base class
+        """Log nothing."""
+
+
+class PageServer(ThreadingMixIn, WSGIServer):
+    """A thread for each connection, of which there are ``MAX_CLIENTS`` at most.
+
+    Who can connect needs no leave to, so one more connection ends the oldest: clients that send half a request can
+    neither use up the process's descriptors nor keep Prometheus out. ``_lock`` guards the connections.
+
+    Args:
+        host: the address to listen on.
+        port: where; 0 takes any free one.
+        app: makes the page.
+
+    Raises:
+        OSError: the port or the address cannot be had.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, app: "WSGIApplication") -> None:
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, None] = {}
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        self.address_family = family
+        super().__init__((str(address[0]), port), PageHandler)
+        self.set_app(app)
+
+    def server_bind(self) -> None:
+        """Bind without asking a name server what this machine is called."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - two kinds of server
+        """Answer in a thread of its own, in place of the oldest connection where there are too many."""
+        with self._lock:
+            if len(self._open) >= MAX_CLIENTS:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread finds its end, and closes it
+            self._open[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:  # noqa: ANN401 - as above
+        """Close a connection."""
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as above
+        """Say nothing of a client that has gone, or was too slow: the base class prints a traceback."""
+        logger.debug("metrics: a connection from %s has failed", client_address, exc_info=True)
 
 
 class MetricsServer:
@@ -47,7 +123,7 @@ class MetricsServer:
 
     def __init__(self, source: MetricsSource, port: int, host: str = DEFAULT_METRICS_HOST) -> None:
         try:
-            from prometheus_client import CollectorRegistry, start_http_server
+            from prometheus_client import CollectorRegistry, make_wsgi_app
         except ImportError as error:
             raise MissingExtraError(error.name or "prometheus_client", "observe") from error
         if not 0 <= port <= MAX_PORT:
@@ -56,13 +132,15 @@ class MetricsServer:
         registry = CollectorRegistry()
         registry.register(EngineCollector(source))
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            self._server = PageServer(host, port, make_wsgi_app(registry))
         except OSError as error:
             remedy = f"cannot be served on {host}: {error.strerror}; choose a free port, or 0 for any"
             raise ConfigError("metrics_port", port, remedy) from error
         self.port = int(self._server.server_port)
         self.url = f"http://{host}:{self.port}/metrics"
         self._is_closed = False
+        self._thread = threading.Thread(target=self._server.serve_forever, name="kvtier-metrics", daemon=True)
+        self._thread.start()
         logger.info("metrics: %s", self.url)
 
     def close(self) -> None:

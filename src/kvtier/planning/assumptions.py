@@ -33,6 +33,11 @@ def _about_model(request: PlanRequest) -> Iterator[str]:
             f"{shape.bounded_bytes:,} bytes for any long prompt. Loads are simulated as if all blocks of window layers "
             "were loaded, so times and break-even lengths are upper bounds."
         )
+    if shape.states is not None:
+        yield (
+            "Recurrent states are spread over the tokens between them: loads are simulated as if every kept state of a "
+            "prefix were loaded, so times and break-even lengths are upper bounds."
+        )
     yield (
         f"Prompts are computed at {engine.prefill_tokens_per_s:,.0f} tokens a second in all, at any position in the "
         "prompt. In reality long prompts take longer, so loading is better than shown."

@@ -1,17 +1,21 @@
 """Bytes of keys and values per token, for a model described by its dimensions or by its ``config.json``.
 
-There are three kinds of layers:
+There are four kinds of layers:
 
 - attention over the whole prompt: keys and values of each KV head, for every token;
 - attention over a window: the same, but only the last tokens of a prompt are ever read again;
-- latent attention (MLA): one compressed vector and one rotated key per token, shared by the heads.
+- latent attention (MLA): one compressed vector and one rotated key per token, shared by the heads;
+- gated delta nets, as in Qwen3-Next: one recurrent state, of which a copy is kept each so many tokens.
 
 Each assumption about a missing value is kept as a sentence. Models that this cannot express, such as those with
-recurrent states, are refused: a wrong number of bytes would make the whole plan wrong.
+recurrent states of other kinds, are refused: a wrong number of bytes would make the whole plan wrong.
+
+Source: of the sizes of a state and of vLLM's block, ``gated_delta_net_state_shape`` and
+``update_block_size_for_backend`` of vLLM 0.32.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -51,6 +55,12 @@ CHANGING_FIELDS = (
 """Fields that change the bytes of a token in ways that are not supported here: sharing between layers, heads of two
 sizes, the keys of an index, compressed layers, layers of different shapes."""
 
+STATE_KIND = "linear_attention"
+"""The name in ``layer_types`` of a layer with a recurrent state."""
+
+BLOCK_STEP_TOKENS = 16
+"""vLLM's block has a multiple of so many tokens."""
+
 GUIDE = "describe it with --layers, --kv-heads, --head-size and --dtype, or give --kv-bytes-per-token"
 
 
@@ -89,23 +99,65 @@ class LayerGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class StateLayers:
+    """Layers with a recurrent state.
+
+    Attributes:
+        num_layers: number of layers.
+        bytes_of_state: bytes of the state of one layer, all devices together.
+        interval_tokens: tokens between two kept states of a sequence.
+    """
+
+    num_layers: int
+    bytes_of_state: int
+    interval_tokens: int
+
+    @property
+    def bytes_kept(self) -> int:
+        """Bytes of the states of all layers after one token."""
+        return self.num_layers * self.bytes_of_state
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of kept states for each token of a long sequence, rounded up."""
+        return -(-self.bytes_kept // self.interval_tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """The KV cache of a model, all devices together.
 
     Attributes:
-        layers: its layers by kind.
+        layers: its layers by kind, those with a recurrent state left out.
         kv_dtype: type of keys and values.
         assumptions: assumptions about missing values, as sentences.
+        states: its layers with a recurrent state; None: it has none.
     """
 
     layers: tuple[LayerGroup, ...]
     kv_dtype: str
     assumptions: tuple[str, ...] = ()
+    states: StateLayers | None = None
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of a stored token. kvtier stores each layer's part, also of a window layer."""
-        return sum(group.num_layers * group.bytes_per_token for group in self.layers)
+        """Bytes of a stored token, kept states included. kvtier stores each layer's part, also of a window layer."""
+        attention = sum(group.num_layers * group.bytes_per_token for group in self.layers)
+        return attention + (self.states.bytes_per_token if self.states else 0)
+
+    def with_state_interval(self, num_tokens: int) -> "ModelShape":
+        """Return the same model with a state kept each so many tokens. Pure.
+
+        Raises:
+            ConfigError: the model keeps no states, or the interval is not above zero.
+        """
+        if self.states is None:
+            raise ConfigError(
+                "--state-interval", num_tokens, "is for models with recurrent states: leave it out"
+            )
+        if num_tokens < 1:
+            raise ConfigError("--state-interval", num_tokens, "must be at least one token")
+        return replace(self, states=replace(self.states, interval_tokens=num_tokens))
 
     @property
     def growing_bytes_per_token(self) -> int:
@@ -136,14 +188,15 @@ class ModelShape:
                 raise ConfigError("--tp", tensor_parallel_size, remedy)
             num_copies = max(1, tensor_parallel_size // group.num_kv_heads)
             total += group.num_layers * group.bytes_per_token * num_copies
-        return total
+        return total + (self.states.bytes_per_token if self.states else 0)
 
     def load_bytes(self, num_tokens: int) -> int:
-        """Return the bytes to load for a prefix of ``num_tokens``; a window layer loads only its window. Pure."""
-        return sum(
+        """Return the bytes to load for a prefix of ``num_tokens``: of a window its tokens, of states the last. Pure."""
+        attention = sum(
             group.num_layers * group.bytes_per_token * min(num_tokens, group.window_tokens or num_tokens)
             for group in self.layers
         )
+        return attention + (self.states.bytes_kept if self.states else 0)
 
 
 class _ConfigReader:
@@ -165,7 +218,12 @@ class _ConfigReader:
                     field, self._config[field], f"changes the KV cache in an unsupported way: {self._guide}"
                 )
         num_layers = self._number("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-        windows = self._windows(num_layers)
+        num_state_layers = self._num_state_layers(num_layers)
+        windows = (
+            self._windows_beside_states(num_layers, num_state_layers)
+            if num_state_layers
+            else self._windows(num_layers)
+        )
         dtype, dtype_bytes = self._dtype(kv_dtype)
         num_kv_heads, head_elements = self._heads()
         layer_bytes = num_kv_heads * head_elements * dtype_bytes
@@ -177,7 +235,43 @@ class _ConfigReader:
             self._assumed.append(
                 "each block of a window layer is stored; of a loaded prefix only the window is loaded"
             )
-        return ModelShape(groups, dtype, tuple(self._assumed))
+        states = self._states(num_state_layers, layer_bytes) if num_state_layers else None
+        return ModelShape(groups, dtype, tuple(self._assumed), states)
+
+    def _num_state_layers(self, num_layers: int) -> int:
+        """Return how many layers are gated delta nets; zero where the configuration does not describe their heads."""
+        if self._config.get("linear_num_value_heads") is None:
+            return 0
+        kinds = self._config.get("layer_types")
+        if isinstance(kinds, Sequence) and not isinstance(kinds, str):
+            return sum(kind == STATE_KIND for kind in kinds)
+        return num_layers - num_layers // self._number("full_attention_interval")
+
+    def _states(self, num_layers: int, attention_bytes: int) -> StateLayers:
+        """Return what a state takes: the last inputs of a convolution, and one matrix for each value head."""
+        key_heads, value_heads = self._number("linear_num_key_heads"), self._number("linear_num_value_heads")
+        key_size, value_size = self._number("linear_key_head_dim"), self._number("linear_value_head_dim")
+        channels = 2 * key_heads * key_size + value_heads * value_size
+        inputs = max(0, self._number("linear_conv_kernel_dim") - 1) * channels
+        model_dtype, input_bytes = self._dtype(None)
+        declared = self._config.get("mamba_ssm_dtype")
+        dtype, item_bytes = (
+            (model_dtype, input_bytes) if declared is None else parse_dtype("mamba_ssm_dtype", str(declared))
+        )
+        state = inputs * input_bytes + value_heads * key_size * value_size * item_bytes
+        block_tokens = -(-state // (attention_bytes * BLOCK_STEP_TOKENS)) * BLOCK_STEP_TOKENS
+        self._assumed += [
+            (
+                f"{num_layers} layers keep a recurrent state, {num_layers * state:,} bytes together, in {dtype} "
+                "(vLLM's --mamba-ssm-cache-dtype; on CPUs float32)"
+            ),
+            (
+                f"a state is kept for each block of {block_tokens} tokens, which vLLM makes as long as a state; "
+                "its default keeps fewer, one a prompt"
+            ),
+            "of a loaded prefix only one state is loaded",
+        ]
+        return StateLayers(num_layers, state, block_tokens)
 
     def _heads(self) -> tuple[int, int]:
         """Return the number of KV heads, and the numbers that one stores per token and layer."""
@@ -208,6 +302,13 @@ class _ConfigReader:
             remedy = f"is not a multiple of {heads} attention heads, and there is no head_dim: {self._guide}"
             raise ConfigError("hidden_size", hidden, remedy)
         return hidden // heads
+
+    def _windows_beside_states(self, num_layers: int, num_state_layers: int) -> list[int | None]:
+        """Return the window of each attention layer of a hybrid; None for layers that read the whole prompt."""
+        kinds = self._config.get("layer_types")
+        if kinds is not None:
+            return self._windows_of_types(kinds, num_layers)
+        return [None] * (num_layers - num_state_layers)
 
     def _windows(self, num_layers: int) -> list[int | None]:
         """Return the window of each layer; None for layers that read the whole prompt."""
@@ -248,6 +349,8 @@ class _ConfigReader:
             )
         windows: list[int | None] = []
         for kind in kinds:
+            if kind == STATE_KIND and self._config.get("linear_num_value_heads") is not None:
+                continue
             reach = REACH_OF_LAYER_TYPE.get(str(kind))
             if reach is None:
                 known = ", ".join(REACH_OF_LAYER_TYPE)

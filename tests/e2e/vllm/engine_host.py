@@ -33,6 +33,7 @@ class EngineOptions:
         max_num_seqs: requests that run at a time.
         engine_arguments: more arguments of vLLM's ``LLM``.
         environment: variables of the engine's processes.
+        is_asynchronous: plan each step while the one before it is computed, as vLLM does on GPUs by default.
     """
 
     model: str
@@ -41,6 +42,7 @@ class EngineOptions:
     max_num_seqs: int = 8
     engine_arguments: dict[str, Any] = field(default_factory=dict)  # Any: vLLM's own
     environment: dict[str, str] = field(default_factory=dict)
+    is_asynchronous: bool = False
 
 
 BLOCK_TOKENS = 32
@@ -77,6 +79,23 @@ def run_engine(options: EngineOptions, connection: Connection) -> None:
     connection.send((True, None))
 
 
+def schedule_asynchronously() -> None:
+    """Let engines of this process schedule asynchronously: vLLM switches that off on CPUs, whatever a user asks for.
+
+    Nothing of it needs a device: with two steps under way the next one is planned before the last one's tokens and
+    reports are known.
+    """
+    from vllm.config import VllmConfig
+
+    stock = VllmConfig.__post_init__
+
+    def switch_on(self: VllmConfig) -> None:
+        stock(self)
+        self.scheduler_config.async_scheduling = True
+
+    VllmConfig.__post_init__ = switch_on
+
+
 def describe(error: BaseException) -> str:
     """Return the error with its causes and where it came from."""
     return "".join(traceback.format_exception(error))
@@ -90,6 +109,8 @@ class EngineHost:
         from vllm import LLM
 
         register()
+        if options.is_asynchronous:
+            schedule_asynchronously()
         transfer_config = None
         if options.settings is not None:
             transfer_config = {
@@ -149,6 +170,20 @@ class EngineHost:
         """Return kvtier's counters and gauges."""
         stats: dict[str, float] = self._scheduler_half.stats()
         return stats
+
+    def scheduler(self) -> tuple[str, int]:
+        """Return the class of vLLM's scheduler, and how many steps it has under way at most."""
+        return type(self._core.scheduler).__name__, int(self._core.batch_queue_size)
+
+    def speculation(self) -> dict[str, int]:
+        """Return vLLM's counters of drafts, by name."""
+        metrics = [metric for metric in self._llm.get_metrics() if hasattr(metric, "value")]
+        start = "vllm:spec_decode_num_"
+        return {
+            metric.name.removeprefix(start): int(metric.value)
+            for metric in metrics
+            if metric.name.startswith(start)
+        }
 
     def check(self) -> None:
         """Let the manager check its own invariants."""

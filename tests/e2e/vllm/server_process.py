@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -56,10 +57,17 @@ class ServerProcess:
         settings: kvtier's settings.
         events_endpoint: where vLLM connects to publish its KV events.
         log: file for what the server prints.
+        more: more arguments of the server.
     """
 
-    def __init__(self, model: str, settings: dict[str, Any], events_endpoint: str, log: Path) -> None:
-        # Any: a user's JSON
+    def __init__(
+        self,
+        model: str,
+        settings: dict[str, Any],  # Any: a user's JSON
+        events_endpoint: str,
+        log: Path,
+        more: Sequence[str] = (),
+    ) -> None:
         transfer_config = {
             "kv_connector": "KVTierConnector",  # found by the entry point alone
             "kv_role": "kv_both",
@@ -75,6 +83,7 @@ class ServerProcess:
             *("--shutdown-timeout", "60"),
             *("--kv-transfer-config", json.dumps(transfer_config)),
             *("--kv-events-config", json.dumps(events_config)),
+            *more,
         ]
         self._log = log
         self._python_path = install_entry_points(log.parent)
@@ -124,8 +133,8 @@ class ServerProcess:
         self.stop()
         self.start()
 
-    def ask(self, prompt: list[int], **more: Any) -> HttpAnswer:  # Any: a client's JSON
-        """Let the server continue a prompt of token ids."""
+    def ask(self, prompt: list[int], *, replica: int | None = None, **more: Any) -> HttpAnswer:
+        """Let the server, or one of its replicas, continue a prompt of token ids; ``more`` is a client's JSON."""
         body = {
             "model": "model",
             "prompt": prompt,
@@ -135,18 +144,33 @@ class ServerProcess:
             "return_token_ids": True,
             **more,
         }
-        answer = self.post("/v1/completions", body)
+        headers = {} if replica is None else {"X-data-parallel-rank": str(replica)}
+        answer = self.post("/v1/completions", body, headers)
         details = answer["usage"]["prompt_tokens_details"]
         return HttpAnswer(tuple(answer["choices"][0]["token_ids"]), details["cached_tokens"])
+
+    def wait_for_blocks(self, folder: Path, num_blocks: int) -> None:
+        """Wait until the fs tier in ``folder`` has written so many blocks: it writes beside the server's answers."""
+        end_s = time.monotonic() + REQUEST_TIMEOUT_S
+        while sum(path.suffix == ".kv" for path in folder.rglob("*")) < num_blocks:
+            assert time.monotonic() < end_s, f"{folder} never gets {num_blocks} blocks"
+            time.sleep(POLL_S)
 
     def forget_device(self) -> None:
         """Empty the device's prefix cache: what is found afterwards comes from kvtier."""
         assert self.post("/reset_prefix_cache") == {"success": True}
 
-    def post(self, path: str, body: dict[str, Any] | None = None) -> Any:  # Any: JSON
+    def post(
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,  # Any: JSON
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:  # Any: JSON
         """Send a request and return the JSON of its answer."""
         request = urllib.request.Request(  # noqa: S310 - our own server on this host
-            self._url(path), json.dumps(body or {}).encode(), {"Content-Type": "application/json"}
+            self._url(path),
+            json.dumps(body or {}).encode(),
+            {"Content-Type": "application/json", **(headers or {})},
         )
         with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:  # noqa: S310
             return json.loads(response.read() or b"null")

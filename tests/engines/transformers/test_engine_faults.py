@@ -2,7 +2,10 @@
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Protocol
 
 import pytest
@@ -281,6 +284,43 @@ def test_a_shut_down_engine_says_so(
     engine.shutdown()
     with pytest.raises(EngineStateError, match="shut down"):
         engine.run(prompt, 1)
+
+
+FORKING = """
+import os, sys
+from scripts.small_engine import prompt_of, running_engine
+from kvtier.errors import EngineStateError
+from pathlib import Path
+with running_engine(Path(sys.argv[1])) as engine:
+    engine.run(prompt_of(1), 2)
+    child = os.fork()
+    if child == 0:
+        for call in (lambda: engine.run(prompt_of(2), 2), lambda: engine.drain(1.0), engine.reset):
+            try:
+                call()
+            except EngineStateError as error:
+                assert "is a fork" in str(error)
+            else:
+                os._exit(1)
+        engine.shutdown()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    engine.drop_device_cache()
+    assert engine.run(prompt_of(1), 2).sources["computed"] < len(prompt_of(1))
+"""
+
+
+@pytest.mark.slow
+def test_a_forked_child_is_refused_and_waits_for_no_thread_of_its_parent(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKING, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120.0,
+        check=False,
+        cwd=Path(__file__).parents[3],
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_shutdown_ends_the_request_that_is_being_served(

@@ -68,3 +68,9 @@ def test_a_prompt_that_the_model_cannot_read_is_refused(
 def test_a_model_without_kv_cache_is_refused_before_anything_is_made(make_engine: MakeEngine) -> None:
     with pytest.raises(ModelError, match="not a transformers model"):
         make_engine(torch.nn.Linear(2, 2))
+
+
+def test_a_printed_configuration_shows_no_secret() -> None:
+    tier = {"type": "valkey", "url": "redis://user:sesame@host"}
+    config = EngineConfig(8, extra_config={"tenant_salt": "sesame", "secondary_tiers": [tier]}, salt="sesame")
+    assert "sesame" not in repr(config)

@@ -1,5 +1,6 @@
 """Tokens are chosen from the logits and the request's own random numbers alone."""
 
+import resource
 from typing import Any
 
 import pytest
@@ -53,3 +54,12 @@ def test_what_is_no_such_number_is_refused_by_name(setting: str, value: object) 
     arguments: dict[str, Any] = {"max_new_tokens": 1} | {setting: value}
     with pytest.raises(ConfigError, match=setting.removesuffix("s")):
         SamplingParams(**arguments)
+
+
+def test_the_most_likely_token_needs_no_random_number_of_a_system_without_a_descriptor_left() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        assert Sampler(SamplingParams(1)).choose(LOGITS) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -179,6 +179,27 @@ def test_the_second_model_runner_is_not_offered_it() -> None:
     assert "VLLM_USE_V2_MODEL_RUNNER=0" in (find_layerwise_obstacle(config) or "")
 
 
+@pytest.mark.parametrize("obstacle", ["second model runner", "asynchronous scheduling"])
+def test_no_load_is_waited_for_in_a_step_where_a_failed_one_would_leave_wrong_tokens(
+    vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch, obstacle: str
+) -> None:
+    # vllm-project/vllm#49250: a rejected load that a step waits for leaves the second runner with tokens taken back.
+    config = synchronous(with_kvtier(vllm_config, layerwise_load=True))
+    if obstacle == "second model runner":
+        monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
+    else:
+        config.scheduler_config.async_scheduling = True
+    caches = {name: torch.zeros(NUM_BLOCKS, 2, 16, 16) for name in LAYERS}
+    engine = LayerEngine(config, cache_config(group(full(), *LAYERS)), caches)
+    engine.attach_pool()
+    engine.compute(engine.request("stored", PROMPT), [[1, 2, 3, 4]], len(PROMPT))
+
+    found = engine.scheduler.get_num_new_matched_tokens(engine.request("again", PROMPT), 0)
+    engine.shutdown()
+
+    assert found == (48, True)
+
+
 def test_graphs_of_the_whole_model_are_given_up_for_the_hook_alone() -> None:
     assert KVTierConnector.requires_piecewise_for_cudagraph({"layerwise_load": True})
     assert not KVTierConnector.requires_piecewise_for_cudagraph({"layerwise_load": False})

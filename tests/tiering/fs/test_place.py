@@ -109,6 +109,32 @@ def test_a_block_that_was_used_since_it_was_listed_stays_where_only_old_ones_go(
     assert [block.address for block in place.blocks()] == [listed[0].address]
 
 
+@pytest.mark.parametrize("num_kept_bytes", [HEADER_PAGE_BYTES, 0], ids=["its header", "nothing"])
+def test_a_file_of_holes_that_is_longer_than_memory_is_damaged_and_not_read(
+    root: Path, start_tier: StartTier, num_kept_bytes: int
+) -> None:
+    start_tier().store([1])
+    place = open_fs_place({"root_dir": str(root)})
+    (block,) = place.blocks()
+    os.truncate(block.address, num_kept_bytes)
+    os.truncate(block.address, 2**40)
+    assert place.check(block) is BlockState.DAMAGED
+
+
+def test_nothing_is_removed_behind_a_link_in_place_of_a_folder(
+    root: Path, start_tier: StartTier, tmp_path: Path
+) -> None:
+    start_tier().store([1])
+    (tmp_path / "elsewhere" / "7").mkdir(parents=True)
+    name = name_of(MODELS[0])
+    (root / name / "f").symlink_to(tmp_path / "elsewhere")
+    place = open_fs_place({"root_dir": str(root)})
+    place.begin_removal()
+    place.remove(list(place.blocks()), unless_changed=False)
+    place.end_removal([name])
+    assert (tmp_path / "elsewhere" / "7").is_dir()
+
+
 def test_a_file_that_is_replaced_while_it_is_read_is_read_again(
     root: Path, start_tier: StartTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:

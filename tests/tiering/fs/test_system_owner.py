@@ -1,5 +1,6 @@
 """A process is told from a dead one, from one with its old id, and from one on another host."""
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -50,3 +51,9 @@ def test_a_process_of_another_host_is_presumed_dead_after_an_hour() -> None:
     elsewhere = Owner("0" * 16, here.pid, here.start_ticks)
     assert not elsewhere.is_dead(here, FOREIGN_OWNER_TIMEOUT_S)
     assert elsewhere.is_dead(here, FOREIGN_OWNER_TIMEOUT_S + 1.0)
+
+
+@pytest.mark.parametrize("silent_s", [-FOREIGN_OWNER_TIMEOUT_S - 1.0, math.nan, -math.inf])
+def test_a_sign_of_life_from_the_future_makes_no_process_of_another_host_immortal(silent_s: float) -> None:
+    here = current_owner()
+    assert Owner("0" * 16, here.pid, here.start_ticks).is_dead(here, silent_s)

@@ -1,5 +1,6 @@
 """A store that lies costs the call that it was asked for; a store of files keeps them private."""
 
+import os
 import stat
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -11,7 +12,7 @@ import pytest
 
 from kvtier.errors import TierError
 from kvtier.settings import parse_settings
-from kvtier.testing.tier_suite import TierDriver, make_config, make_rows
+from kvtier.testing.tier_suite import TierDriver, key_of, make_config, make_rows
 from kvtier.tiering.obj import ObjTier
 from kvtier.tiering.obj.client import Client, LoopFinder
 from kvtier.tiering.obj.settings import ObjSettings
@@ -133,3 +134,20 @@ def test_files_and_folders_are_their_owner_s_only(tmp_path: Path, blocks_per_obj
     assert sum(stat.S_ISREG(one.st_mode) for one in found.values()) >= 2
     for path, one in found.items():
         assert stat.S_IMODE(one.st_mode) == (0o600 if stat.S_ISREG(one.st_mode) else 0o700), path
+
+
+def test_a_pipe_in_place_of_a_file_hangs_nothing_and_goes(tmp_path: Path) -> None:
+    rows = make_rows()
+    tier = ObjTier(make_config(), rows, url=f"file://{tmp_path}", timeout_s=1.0)
+    driver = TierDriver(tier, rows)
+    try:
+        assert driver.store([1, 2]).success
+        (path,) = tmp_path.rglob(f"{key_of(1).hex()}.kv")
+        path.unlink()
+        os.mkfifo(path)
+        assert driver.load_right([1, 2]) == {2}
+        assert tier.stats()["damaged"] == 1
+        assert driver.store([1]).success
+        assert driver.load_right([1, 2]) == {1, 2}
+    finally:
+        assert tier.shutdown(10.0)

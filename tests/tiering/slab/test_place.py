@@ -20,6 +20,7 @@ from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
 from kvtier.tiering.kit.place import BlockState
 from kvtier.tiering.slab import SlabTier
 from kvtier.tiering.slab.place import find_owners, open_slab_place, probe_slab_place
+from kvtier.tiering.slab.superblock import SlabGeometry, pack_superblock
 
 SLOT_BYTES = HEADER_PAGE_BYTES + ROW_BYTES
 
@@ -137,6 +138,21 @@ def test_a_file_that_is_no_slab_is_refused(tmp_path: Path, content: bytes, reaso
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(ConfigError, match=reason):
         open_slab_place({"path": str(tmp_path / "file")})
+
+
+@pytest.mark.parametrize("geometry", [SlabGeometry(ROW_BYTES, 2**60), SlabGeometry(2**62, 2**62)])
+def test_a_first_page_that_tells_of_more_than_the_file_has_is_not_believed(
+    path: Path, start_tier: StartTier, geometry: SlabGeometry
+) -> None:
+    driver = start_tier()
+    driver.store([1])
+    end(driver)
+    superblock = pack_superblock(geometry)
+    path.write_bytes(superblock + path.read_bytes()[len(superblock) :])
+    place = open_slab_place({"path": str(path)})
+    num_blocks = 1 if geometry.row_bytes == ROW_BYTES else 0
+    assert [place.check(block) for block in place.blocks()] == num_blocks * [BlockState.WHOLE]
+    place.close()
 
 
 def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:

@@ -13,15 +13,16 @@ import typer
 from kvtier.cli.output import size_in_words
 from kvtier.cli.place.options import (
     JsonOption,
+    KeyFileOption,
     PlaceArgument,
     counted,
     describe,
     duration_in_words,
-    encrypted_names,
     opened,
     printable,
     read_document,
 )
+from kvtier.cli.place.request_tenants import RequestTenants
 from kvtier.config import parse_settings
 from kvtier.errors import NamespaceDocumentError
 from kvtier.namespace import differences
@@ -59,11 +60,11 @@ class NamespaceTally:
     tenants: dict[int, Amount] = field(default_factory=dict)
     by_age: list[int] = field(default_factory=lambda: [0] * (len(AGES_S) + 1))
 
-    def add(self, block: PlaceBlock, now_s: float, *, is_named: bool = True) -> None:
-        """Count a block, and for its tenant where its name tells that."""
+    def add(self, block: PlaceBlock, now_s: float) -> None:
+        """Count a block, and for its tenant where that is told."""
         self.blocks += block.num_blocks
         self.num_bytes += block.num_bytes
-        if is_named and block.tenant is not None:
+        if block.tenant is not None:
             amount = self.tenants.get(block.tenant, Amount())
             self.tenants[block.tenant] = amount.plus(block.num_blocks, block.num_bytes)
         if block.used_s is not None:
@@ -80,17 +81,23 @@ ConfigOption = Annotated[
 ]
 
 
-def inspect(place: PlaceArgument, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def inspect(
+    place: PlaceArgument,
+    config: ConfigOption = None,
+    key_file: KeyFileOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """Show what is in a tier's place: namespaces in words, blocks, bytes, ages. Reads names, not blocks.
 
     Raises:
         KVTierError: the place cannot be read.
     """
     tenants = {} if config is None else read_tenants(config)
-    with opened(place) as found:
+    with opened(place, key_file) as found:
         namespaces = found.namespaces()
         now_s = time.time()
-        tallies = count(found.blocks(), namespaces, now_s)
+        told = RequestTenants(namespaces, found.opener).told(found.blocks())
+        tallies = count(told, namespaces, now_s)
         summary = found.summary()
         if as_json:
             typer.echo(json.dumps(to_json(found, namespaces, tallies, summary, tenants), indent=1))
@@ -104,10 +111,8 @@ def count(
 ) -> dict[str, NamespaceTally]:
     """Return what there is of each namespace."""
     tallies = {namespace.name: NamespaceTally() for namespace in namespaces}
-    encrypted = encrypted_names(namespaces)
     for block in blocks:
-        is_named = block.namespace not in encrypted
-        tallies.setdefault(block.namespace, NamespaceTally()).add(block, now_s, is_named=is_named)
+        tallies.setdefault(block.namespace, NamespaceTally()).add(block, now_s)
     return tallies
 
 

@@ -46,7 +46,11 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.
 
 KeyFileOption = Annotated[
     str | None,
-    typer.Option("--key-file", help="The key ring of encrypted blocks.", show_default=False),
+    typer.Option(
+        "--key-file",
+        help="The key ring of encrypted blocks: tells their tenants too.",
+        show_default=False,
+    ),
 ]
 
 UNIT_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}

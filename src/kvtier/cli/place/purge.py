@@ -13,20 +13,20 @@ from kvtier.cli.live.steer import purge_living
 from kvtier.cli.output import size_in_words
 from kvtier.cli.place.options import (
     JsonOption,
+    KeyFileOption,
     OptionalPlaceArgument,
     advance,
     choose_namespaces,
     counted,
     duration_in_words,
-    encrypted_names,
     opened,
     parse_duration,
     printable,
     progress_bar,
     read_document,
 )
+from kvtier.cli.place.request_tenants import RequestTenants, find_tenant
 from kvtier.errors import ConfigError, TierError
-from kvtier.tenants import is_name, tenant_number
 from kvtier.tiering.kit.place import Amount, Place, PlaceBlock, PlaceNamespace
 from kvtier.tiering.places import names_of_place_tiers
 
@@ -86,6 +86,7 @@ def purge(
     timeout_s: Annotated[
         float, typer.Option("--timeout", min=0.01, max=3600.0, help="With --instance: seconds it has.")
     ] = 30.0,
+    key_file: KeyFileOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Remove blocks from a tier's place for good. Engines that use it see misses, and go on.
@@ -102,7 +103,9 @@ def purge(
         purge_living(instance, tier or (), is_all=all_blocks, timeout_s=timeout_s, as_json=as_json)
         return
     check_selectors(has_selector=has_selector, is_all=all_blocks)
-    purge_place(place, namespace or [], tenant, older_than, dry_run=dry_run, as_json=as_json)
+    purge_place(
+        place, namespace or [], tenant, older_than, key_file=key_file, dry_run=dry_run, as_json=as_json
+    )
 
 
 def check_target(place: str | None, instance: str | None, tiers: Sequence[str], *, needs_place: bool) -> None:
@@ -125,6 +128,7 @@ def purge_place(
     tenant: str | None,
     older_than: str | None,
     *,
+    key_file: str | None = None,
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -134,7 +138,7 @@ def purge_place(
         KVTierError: a selector selects nothing, or the place cannot be changed.
     """
     age_s = None if older_than is None else parse_duration("--older-than", older_than)
-    with opened(place) as found:
+    with opened(place, key_file) as found:
         if age_s is not None and not found.has_times:
             able = ", ".join(name for name in names_of_place_tiers() if name != found.tier)
             message = (
@@ -144,7 +148,6 @@ def purge_place(
         known = found.namespaces()
         number = None if tenant is None else find_tenant(found, known, tenant)
         names = choose(known, namespace, tenant if number is None else None)
-        names = names if number is None else plain_names(known, names)
         selection = make_selection(known, names, None if age_s is None else time.time() - age_s, number)
         began_s = time.monotonic()
         removed = measure(found, selection) if dry_run else remove(found, selection)
@@ -195,13 +198,6 @@ def choose(
     return chosen if names is None else tuple(name for name in names if name in chosen)
 
 
-def plain_names(known: Sequence[PlaceNamespace], names: tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return those of the chosen namespaces in which the name of a block tells its tenant. Pure."""
-    encrypted = encrypted_names(known)
-    chosen = [one.name for one in known] if names is None else names
-    return tuple(name for name in chosen if name not in encrypted)
-
-
 def make_selection(
     known: Sequence[PlaceNamespace],
     names: tuple[str, ...] | None,
@@ -215,29 +211,20 @@ def make_selection(
     return Selection(names, used_before_s, emptied, tenant)
 
 
-def find_tenant(place: Place, known: Sequence[PlaceNamespace], tenant: str) -> int | None:
-    """Return the number of a tenant of requests that has blocks in a place; None where there is no such tenant.
-
-    An engine's tag goes first: an engine's own tenant has whole namespaces.
-    """
-    documents = map(read_document, known)
-    if any(document is not None and document.get("tenant") == tenant for document in documents):
-        return None
-    if not is_name(tenant):
-        return None
-    number = tenant_number(tenant)
-    encrypted = encrypted_names(known)
-    found = (block for block in place.blocks() if block.namespace not in encrypted)
-    return number if any(block.tenant == number for block in found) else None
-
-
 def measure(place: Place, selection: Selection) -> Amount:
     """Return what ``remove`` would remove."""
     amount = Amount()
-    for block in place.blocks(selection.namespaces):
-        if selection.covers(block):
-            amount = amount.plus(block.num_blocks, block.num_bytes)
+    for block in choose_blocks(place, selection):
+        amount = amount.plus(block.num_blocks, block.num_bytes)
     return amount
+
+
+def choose_blocks(place: Place, selection: Selection) -> Iterator[PlaceBlock]:
+    """Yield the blocks of a place that are selected."""
+    blocks = place.blocks(selection.namespaces)
+    if selection.tenant is not None:
+        blocks = RequestTenants(place.namespaces(), place.opener).told(blocks)
+    return filter(selection.covers, blocks)
 
 
 def remove(place: Place, selection: Selection) -> Amount:
@@ -251,8 +238,7 @@ def remove(place: Place, selection: Selection) -> Amount:
     try:
         # What a bar needs is counted only for one: a store may have to list a million names for it.
         with progress_bar("removing", lambda: measure(place, selection).num_bytes) as progress:
-            chosen = (block for block in place.blocks(selection.namespaces) if selection.covers(block))
-            for batch in batches(chosen):
+            for batch in batches(choose_blocks(place, selection)):
                 removed = removed.plus(
                     *place.remove(batch, unless_changed=selection.used_before_s is not None)
                 )

@@ -40,7 +40,7 @@ class EngineConfig:
 
     num_device_blocks: int
     block_size_tokens: int | None = None
-    extra_config: Mapping[str, Any] | None = None  # Any: kvtier.config gives the values types
+    extra_config: Mapping[str, Any] | None = field(default=None, repr=False)  # Any: as JSON has it
     salt: str = field(default="", repr=False)
     prefill_chunk_tokens: int = DEFAULT_PREFILL_CHUNK_TOKENS
     model_name: str | None = None

@@ -230,8 +230,10 @@ class KVTierEngine:
     def shutdown(self, timeout_s: float = DEFAULT_SHUTDOWN_S) -> None:
         """Drain for at most ``timeout_s``, then end every thread and free the memory; idempotent.
 
-        Effects: ends the request that is being served; its stream has no further token.
+        Effects: ends the request that is being served; its stream has no further token. None in a forked child.
         """
+        if self._server.is_forked:
+            return  # the memory goes with the process, and whom it would wait for is not there
         self._server.close()
         is_first, self._is_shut_down = not self._is_shut_down, True
         if is_first and self.metrics is not None:

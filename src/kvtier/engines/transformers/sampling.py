@@ -60,10 +60,10 @@ class Sampler:
     def __init__(self, params: SamplingParams) -> None:
         self._temperature = params.temperature
         self._generator = torch.Generator()
-        if params.seed is None:
-            self._generator.seed()
-        else:
+        if params.seed is not None:
             self._generator.manual_seed(params.seed)
+        elif params.temperature != 0:  # the most likely token needs no file of the system
+            self._generator.seed()
 
     def choose(self, logits: torch.Tensor) -> int:
         """Return the next token.

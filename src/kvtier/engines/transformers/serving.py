@@ -6,6 +6,7 @@ sequence that the model reads.
 """
 
 import itertools
+import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -71,6 +72,7 @@ class RequestServer:
         self._request_numbers = itertools.count()
         self._active: Request | None = None
         self._is_closed = False
+        self._pid = os.getpid()
         self.epoch = 0
 
     @property
@@ -82,6 +84,11 @@ class RequestServer:
     def vocabulary_size(self) -> int:
         """Token ids are below this."""
         return self._adapter.vocabulary_size
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a forked child, which lacks the threads that copies and tiers wait for."""
+        return self._config.extra_config is not None and os.getpid() != self._pid
 
     def read_prompt(self, token_ids: TokenIds) -> list[int]:
         """Return a prompt as a list.
@@ -222,8 +229,11 @@ class RequestServer:
         """Raise unless the engine is open and serves no request.
 
         Raises:
-            EngineStateError: a request is being served, or the engine is shut down.
+            EngineStateError: a request is being served, the engine is shut down, or this is a forked child.
         """
+        if self.is_forked:
+            message = "was made by a process of which this one is a fork: threads do not live on in it; make a new one"
+            raise EngineStateError(f"the engine {message}")
         if self._is_closed:
             raise EngineStateError("the engine is shut down: make a new one")
         if self._active is not None:

@@ -38,7 +38,7 @@ from kvtier.tiering.fs.settings import NO_LIMIT_BYTES, FSSettings, explain_shrin
 from kvtier.tiering.fs.shared_usage import SharedUsage, UsageRecord, read_record
 from kvtier.tiering.fs.system import Owner, current_owner
 from kvtier.tiering.fs.tenant_usage import forget_table
-from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
+from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES, Envelope, unpack
 from kvtier.tiering.kit.place import (
     FAULTS_OF_PLACE,
     Amount,
@@ -258,7 +258,7 @@ def _read_and_check(block: PlaceBlock, opener: Opener | None) -> _Reading:
         return _Reading(BlockState.UNREADABLE)
     try:
         status = os.fstat(fd)
-        whole = memoryview(_read_all(fd, status.st_size))
+        whole = memoryview(_read_all(fd, _count_sensible_bytes(fd, status.st_size)))
         # Engines read past the page cache or by themselves: what only this command reads need not stay in it.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     except OSError:
@@ -267,6 +267,16 @@ def _read_and_check(block: PlaceBlock, opener: Opener | None) -> _Reading:
         os.close(fd)
     state = check_bytes(whole, whole[HEADER_PAGE_BYTES:], block.namespace, name, opener)
     return _Reading(state, (status.st_dev, status.st_ino))
+
+
+def _count_sensible_bytes(fd: int, num_bytes: int) -> int:
+    """Return how much of a file is to be read: no more than its header where that tells another length.
+
+    A file of holes may be longer than memory.
+    """
+    header = unpack(os.pread(fd, HEADER_PAGE_BYTES, 0))
+    is_sensible = isinstance(header, Envelope) and HEADER_PAGE_BYTES + header.stored_bytes == num_bytes
+    return num_bytes if is_sensible else min(num_bytes, HEADER_PAGE_BYTES)
 
 
 def _read_all(fd: int, num_bytes: int) -> bytes:
@@ -286,6 +296,7 @@ def _as_place_block(block: BlockFile) -> PlaceBlock:
         used_s=block.mtime_ns / 1e9,
         stamp=(block.mtime_ns,),
         tenant=get_offload_tenant(OffloadKey(block.name)),
+        name=block.name,
     )
 
 
@@ -326,6 +337,8 @@ def _remove_folders(top: Path) -> None:
         with suppress(OSError):  # another purge removes folders beside this one
             folders += top.glob(pattern)
     for folder in folders:
+        if folder.parent.is_symlink():
+            continue  # as above
         with suppress(OSError):  # an engine has stored a block in it meanwhile
             folder.rmdir()
     document = top / NAMESPACE_DOCUMENT_NAME

@@ -64,10 +64,10 @@ class Owner(NamedTuple):
 
         Args:
             here: any process of this host.
-            silent_s: seconds since the owner's last sign of life.
+            silent_s: seconds since the owner's last sign of life; one far in the future, or at no time, is none.
         """
         if self.host != here.host:
-            return silent_s > FOREIGN_OWNER_TIMEOUT_S
+            return not abs(silent_s) <= FOREIGN_OWNER_TIMEOUT_S
         return _start_ticks(self.pid) != self.start_ticks
 
 

@@ -76,6 +76,7 @@ class PlaceBlock:
         tenant: number of the tenant in the block's name, 0 for none; None where the place cannot tell. The name of an
             encrypted block tells nothing: its number means nothing.
         key: the block, where its name tells it.
+        name: what its namespace calls it, a keyed name where it is encrypted; None where the place does not show it.
     """
 
     namespace: str
@@ -86,6 +87,7 @@ class PlaceBlock:
     stamp: tuple[int, ...] = ()
     tenant: int | None = None
     key: OffloadKey | None = None
+    name: bytes | None = None
 
 
 class Amount(NamedTuple):
@@ -140,6 +142,14 @@ class Opener(Protocol):
 
     def open(self, header: Buffer, payload: Buffer) -> HeaderCheck:
         """Check an encrypted block of any tenant; leave nothing of it."""
+
+    def key_of(self, namespace: bytes, name: bytes) -> OffloadKey:
+        """Return the block that an encrypted namespace calls so, random bytes where it is of another ring.
+
+        Args:
+            namespace: 16 bytes.
+            name: a keyed name.
+        """
 
 
 class Place(ABC):

@@ -6,6 +6,7 @@ is given directly; boto3 reads it, as the client itself knows no profiles.
 
 import asyncio
 import os
+import stat
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -168,6 +169,8 @@ class Client:
 
     def get(self, path: str, max_bytes: int) -> Fetched | None:
         """Read an object, or only its beginning when it is longer than ``max_bytes``; None when there is none."""
+        if self._is_endless(path):
+            return Fetched(0, memoryview(b""))
         with self._explained():
             try:
                 result = obstore.get(self._store, path)
@@ -185,6 +188,8 @@ class Client:
 
     def get_range(self, path: str, start: int, num_bytes: int) -> memoryview | None:
         """Read part of an object; fewer bytes when it ends before, None when there is none."""
+        if self._is_endless(path):
+            return memoryview(b"")
         with self._explained():
             try:
                 return memoryview(obstore.get_range(self._store, path, start=start, length=num_bytes))
@@ -272,6 +277,16 @@ class Client:
             obstore.put(self._store, path, [b"".join(buffers)], use_multipart=False)
             return True
         return False  # deleted just now: the next store of the block writes it
+
+    def _is_endless(self, path: str) -> bool:
+        """Return whether a file is a pipe, a socket or a device: the client would wait for its end for ever."""
+        if self._folder is None:
+            return False
+        try:
+            mode = (self._folder / path).stat().st_mode
+        except OSError:
+            return False
+        return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
     @contextmanager
     def _kept_private(self, path: str) -> Iterator[None]:

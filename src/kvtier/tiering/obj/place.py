@@ -101,6 +101,7 @@ class ObjPlace(Place):
                     num_blocks=0 if is_group else 1,
                     tenant=None if key is None else get_offload_tenant(key),
                     key=key,
+                    name=key,
                 )
 
     def summary(self) -> PlaceSummary:

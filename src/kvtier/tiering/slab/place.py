@@ -42,7 +42,13 @@ from kvtier.tiering.kit.place import (
 from kvtier.tiering.slab.documents import document_path, drop_documents, read_documents
 from kvtier.tiering.slab.scan import oldest_unfinished
 from kvtier.tiering.slab.settings import SlabSettings, explain_shrinking
-from kvtier.tiering.slab.superblock import Origin, SlabGeometry, Superblock, read_superblocks
+from kvtier.tiering.slab.superblock import (
+    SUPERBLOCK_BYTES,
+    Origin,
+    SlabGeometry,
+    Superblock,
+    read_superblocks,
+)
 
 TIER_TYPE = "slab"
 
@@ -102,6 +108,7 @@ class SlabPlace(Place):
                     used_s=None,
                     stamp=(slot, found.generation),
                     tenant=None if found.is_encrypted else get_offload_tenant(OffloadKey(found.key)),
+                    name=found.key,
                 )
 
     def summary(self) -> PlaceSummary:
@@ -261,9 +268,15 @@ def _open(path: Path) -> SlabPlace | Origin:
         os.close(fd)
         raise
     if isinstance(found, SlabGeometry):
-        return SlabPlace(path, fd, found)
+        return SlabPlace(path, fd, _cut(found, os.fstat(fd).st_size))
     os.close(fd)
     return found
+
+
+def _cut(geometry: SlabGeometry, num_bytes: int) -> SlabGeometry:
+    """Return the slots that are whole in a file of that length: it may be cut, or its first page forged. Pure."""
+    num_there = max(0, num_bytes - SUPERBLOCK_BYTES) // geometry.slot_bytes
+    return SlabGeometry(geometry.row_bytes, min(geometry.num_slots, num_there))
 
 
 def probe_slab_place(own: Mapping[str, object]) -> list[TierFinding]:

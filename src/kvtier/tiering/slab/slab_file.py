@@ -5,6 +5,7 @@ Opening and locking are not here: tests plant no fault in them.
 
 import errno
 import fcntl
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from pathlib import Path
 from kvtier.tiering.kit.disk import allocate_page
 from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
 from kvtier.tiering.slab.superblock import SlabGeometry
+
+logger = logging.getLogger(__name__)
 
 Buffers = Sequence[memoryview]
 
@@ -136,10 +139,15 @@ class SlabFile:
         os.close(self._fd)
 
     def close(self) -> None:
-        """Give the file and its lock back."""
+        """Give the file and its lock back, whatever the system says: blocks that it could not keep are misses later."""
         # Closing alone would not do: a child that was forked meanwhile has the same lock.
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
-        os.close(self._fd)
+        try:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+            finally:
+                os.close(self._fd)
+        except OSError as error:
+            logger.warning("tier slab: %s could not be closed as it should: %s", self.path, error)
 
     def _transfer(self, call: Callable[[int, Buffers, int], int], slot: int, buffers: Buffers) -> int:
         offset = self.geometry.offset_of(slot)

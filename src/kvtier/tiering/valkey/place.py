@@ -264,7 +264,9 @@ def _ask(node: PlaceNode, wanted: Sequence[tuple[bytes, ServerName]]) -> Iterato
                 used_s = now_s - idle_s if isinstance(idle_s, int) else None
                 key = OffloadKey(parsed.name)
                 address, tenant = f"{node} {name.decode()}", get_offload_tenant(key)
-                yield PlaceBlock(parsed.namespace, address, num_bytes, used_s, tenant=tenant, key=key)
+                yield PlaceBlock(
+                    parsed.namespace, address, num_bytes, used_s, tenant=tenant, key=key, name=key
+                )
 
 
 def _without_used(node: PlaceNode, blocks: Sequence[PlaceBlock]) -> list[PlaceBlock]:
