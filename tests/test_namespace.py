@@ -62,6 +62,7 @@ DOES_NOT: dict[str, list[Any]] = {  # Any: as above
     "enable_events": [True],
     "engine_host_bytes": [1],
     "engines_per_host": [2],
+    "computes_last_token": [True],
     "extra_config": [{"cpu_bytes_to_use": 1}, {"eviction_policy": "arc"}, {"instance_id": "i"}],
 }
 

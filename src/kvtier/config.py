@@ -103,6 +103,7 @@ class KVGroup:
         page_size_bytes: bytes of one device block over all layers of the group on one worker, unpadded.
         kind: full attention, sliding window or state space.
         window_tokens: length of the sliding window; None unless ``kind`` is WINDOW.
+        is_replicated: whether every worker holds the same bytes.
     """
 
     block_size_tokens: int
@@ -110,6 +111,7 @@ class KVGroup:
     page_size_bytes: int
     kind: GroupKind = GroupKind.FULL
     window_tokens: int | None = None
+    is_replicated: bool = False
 
     def __post_init__(self) -> None:
         if self.block_size_tokens < 1:
@@ -449,6 +451,11 @@ class OffloadingConfig:
         if self.settings.block_size is None:
             return 1
         return self.settings.block_size // self.groups[0].block_size_tokens
+
+    @property
+    def holds_parts_once(self) -> bool:
+        """Whether a row shared by the workers has their bytes once: each of several holds the same, of every group."""
+        return self.world_size > 1 and all(group.is_replicated for group in self.groups)
 
     def _check_block_size(self) -> None:
         block_size = self.settings.block_size

@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from kvtier.config import OffloadingConfig
+from kvtier.config import KVGroup, OffloadingConfig
 from kvtier.errors import ConfigError, NamespaceDocumentError
 
 LAYOUT_VERSION = 1
@@ -84,7 +84,7 @@ def make_namespace(config: OffloadingConfig, row_stride_bytes: int, epoch: bytes
         "hash_block_size": config.hash_block_size,
         "hash_algorithm": config.hash_algorithm,
         "hash_seed": config.hash_seed,
-        "groups": [dataclasses.asdict(group) | {"kind": group.kind.value} for group in config.groups],
+        "groups": [_describe_group(group) for group in config.groups],
         "row_stride_bytes": row_stride_bytes,
         "world_size": config.world_size,
         "tensor_parallel_size": config.tensor_parallel_size,
@@ -93,11 +93,20 @@ def make_namespace(config: OffloadingConfig, row_stride_bytes: int, epoch: bytes
         "tenant_salt": digest_salt(salt) if salt else NO_SALT_DIGEST,
         "epoch": epoch.hex(),
     }
+    if config.holds_parts_once:  # rows of before, with every worker's bytes, are those of another namespace
+        identity["parts"] = "once"
     text = json.dumps(identity, sort_keys=True, indent=1)
     del identity["tenant_salt"]
     words = {"model": model | _config_in_words(config_json), "tenant": tag_tenant(salt)}
     document = json.dumps(identity | words, sort_keys=True, indent=1)
     return Namespace(document, hashlib.sha256(text.encode()).digest())
+
+
+def _describe_group(group: KVGroup) -> dict[str, object]:
+    """Return what decides the bytes of a group on one worker. Pure."""
+    described = dataclasses.asdict(group) | {"kind": group.kind.value}
+    del described["is_replicated"]
+    return described
 
 
 @functools.lru_cache(maxsize=16)

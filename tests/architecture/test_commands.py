@@ -52,8 +52,9 @@ def test_the_machine_runs_every_test_a_storm_the_checks_the_documents_and_real_e
     commands = re.findall(r'^make (.*)$|^sh -c "\$\(twice (.*)\)"$', CI, flags=re.MULTILINE)
 
     storm = "storm ARGS='--minutes 1 --summary'"
+    faults = ["sanitize", "crash ARGS='--kills 100'", storm]
     engines = ["test-vllm", "test-sglang"]
-    assert [once or twice for once, twice in commands] == ["test-all", storm, "check", "site", *engines]
+    assert [once or twice for once, twice in commands] == ["test-all", *faults, "check", "site", *engines]
 
 
 def test_the_machine_runs_readme_s_commands_on_a_bare_debian_before_it_installs_what_newcomers_lack() -> None:

@@ -322,6 +322,29 @@ class RowHandler(OffloadingHandler, LayerwiseHandler):
         return device, rows
 
 
+class OthersStores(OffloadingHandler):
+    """Ends the stores of a worker whose bytes another worker stores. Used from one thread.
+
+    Where every worker holds the same bytes (latent attention, one KV head for all), a row has them once: the first
+    worker copies them there and each loads them. The others end a store at once: its job ends when the first has
+    copied.
+    """
+
+    def __init__(self) -> None:
+        self._finished: list[TransferResult] = []
+
+    def transfer_async(self, job_id: TransferJobId, spec: TransferSpec) -> bool:
+        self._finished.append(TransferResult(job_id, success=True))
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        finished, self._finished = self._finished, []
+        return finished
+
+    def wait(self, job_ids: set[TransferJobId]) -> None:
+        pass  # every job has ended
+
+
 def _make_queue(transfer_type: TransferType, device: torch.device) -> TransferQueue:
     return (
         DeviceTransferQueue(transfer_type, StreamQueue(device))

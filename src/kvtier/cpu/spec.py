@@ -21,7 +21,7 @@ from kvtier.config import HostSize, OffloadingConfig
 from kvtier.cpu.auto_size import AutoSize, find_auto_size
 from kvtier.cpu.common import AuditLoadStoreSpec, CPULoadStoreSpec
 from kvtier.cpu.compare import FORMATS, KVFormat, find_format
-from kvtier.cpu.gpu_worker import CpuGpuOffloadingHandlers
+from kvtier.cpu.gpu_worker import CpuGpuOffloadingHandlers, OthersStores
 from kvtier.cpu.instance_lock import InstanceLock, remove_dead_locks
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.region_file import SHARED_MEMORY_DIRECTORY
@@ -49,6 +49,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         row_alignment_bytes: ``row_stride`` is a multiple of it; 1 packs rows without gaps.
         has_region: whether the rows are in a region that processes find by the instance id.
         cpu_page_size_per_worker: bytes of one block on one worker: those of the largest group.
+        num_row_parts: workers' parts in a row; one in a region where all workers hold the same bytes.
         row_stride: bytes of one block over all workers.
         auto_size: the arithmetic of "auto"; None where the size was given.
         num_blocks: slots that fit ``cpu_bytes_to_use``.
@@ -71,8 +72,10 @@ class CPUOffloadingSpec(OffloadingSpec):
         self.max_tracker_size = settings.max_tracker_size
         largest_page_bytes = max(group.page_size_bytes for group in config.groups)
         self.cpu_page_size_per_worker = largest_page_bytes * self.block_size_factor
+        # Private rows cannot be shared, so there each worker keeps its own.
+        self.num_row_parts = 1 if self.has_region and config.holds_parts_once else config.world_size
         self.row_stride = plan_row_stride(
-            self.cpu_page_size_per_worker, config.world_size, self.row_alignment_bytes
+            self.cpu_page_size_per_worker, self.num_row_parts, self.row_alignment_bytes
         )
         self.auto_size = self._find_auto_size() if settings.cpu_bytes_to_use is HostSize.AUTO else None
         self.num_blocks = _count_blocks(self.auto_size or settings.cpu_bytes_to_use, self.row_stride)
@@ -99,7 +102,10 @@ class CPUOffloadingSpec(OffloadingSpec):
             self._handlers = self.make_handlers(kv_caches)
         elif not self._handlers.is_attached:
             self._handlers.attach(kv_caches)
-        yield HandlerEntry(GPULoadStoreSpec, CPULoadStoreSpec, self._handlers.gpu_to_cpu_handler)
+        storing = self._handlers.gpu_to_cpu_handler
+        if self.config.rank is not None and self.config.rank >= self.num_row_parts:
+            storing = OthersStores()
+        yield HandlerEntry(GPULoadStoreSpec, CPULoadStoreSpec, storing)
         yield HandlerEntry(CPULoadStoreSpec, GPULoadStoreSpec, self._handlers.cpu_to_gpu_handler)
         if self._handlers.audit_handler is not None:
             yield HandlerEntry(GPULoadStoreSpec, AuditLoadStoreSpec, self._handlers.audit_handler)
@@ -153,8 +159,8 @@ class CPUOffloadingSpec(OffloadingSpec):
                 self._instance_id,
                 self.row_stride * self.num_blocks,
                 self.num_blocks,
-                rank,
-                self.config.world_size,
+                None if rank is None else rank % self.num_row_parts,
+                self.num_row_parts,
                 self.cpu_page_size_per_worker,
                 row_alignment_bytes=self.row_alignment_bytes,
             )

@@ -5,7 +5,7 @@
 The payload has the names and values that a client would put into ``kv_transfer_params``. Where both say something, the
 orchestrator's word counts. Releases of vLLM without envelopes give none, and nothing here imports vLLM.
 
-Source: ``vllm/v1/kv_hints/protocol.py`` of vLLM 0.32.
+Source: ``vllm/v1/kv_hints/protocol.py`` of vLLM 0.31 to 0.33, which are equal.
 """
 
 from collections.abc import Mapping, Sequence

@@ -51,6 +51,14 @@ def save_llama(folder: Path, seed: int = SEED) -> Path:
     return _save(folder, LlamaForCausalLM, config, seed)
 
 
+def save_one_headed(folder: Path, seed: int = SEED) -> Path:
+    """Save a Llama with one KV head, which each of several workers holds whole."""
+    config = LlamaConfig(
+        **{**COMMON, "num_key_value_heads": 1}, num_hidden_layers=4, tie_word_embeddings=False
+    )
+    return _save(folder, LlamaForCausalLM, config, seed)
+
+
 def save_gemma(folder: Path, seed: int = SEED) -> Path:
     """Save a Gemma-3 text model: five layers with a sliding window, one with full attention."""
     config = Gemma3TextConfig(

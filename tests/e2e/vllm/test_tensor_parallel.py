@@ -8,7 +8,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from tests.e2e.vllm.answers import assert_same
 from tests.e2e.vllm.conftest import Controls
-from tests.e2e.vllm.engine_host import EngineOptions
+from tests.e2e.vllm.engine_host import BLOCK_TOKENS, EngineOptions
 from tests.e2e.vllm.engine_process import EngineProcess
 from tests.e2e.vllm.faulty_spec import CopyFaults
 from tests.e2e.vllm.prompts import GREEDY, WHOLE_TOKENS, make_cycle
@@ -48,6 +48,35 @@ def test_two_workers_answer_from_host_memory_and_from_disk(
     assert [answer.num_cached_tokens for answer in from_host] == [WHOLE_TOKENS] * 4
     assert [answer.num_cached_tokens for answer in from_disk] == [WHOLE_TOKENS] * 4
     assert stats["connector.loaded_tokens.fs"] == 4 * WHOLE_TOKENS
+
+
+def test_two_workers_with_the_same_bytes_keep_them_once(tmp_path: Path) -> None:
+    from tests.e2e.vllm.checkpoints import save_one_headed
+
+    options = EngineOptions(
+        str(save_one_headed(tmp_path / "model")),
+        settings_with(tmp_path / "blocks"),
+        engine_arguments=TWO_WORKERS,
+        environment=ONE_CORE_EACH,
+    )
+    with EngineProcess(options) as engine:
+        first = engine.call("generate_in_turn", PROMPTS, GREEDY)
+        engine.call("forget_device")
+        from_host = engine.call("generate_in_turn", PROMPTS, GREEDY)
+        engine.call("settle")
+        stats = engine.call("stats")
+    with EngineProcess(options) as engine:
+        from_disk = engine.call("generate_in_turn", PROMPTS, GREEDY)
+        engine.call("check")
+
+    for answers in (from_host, from_disk):
+        assert_same(answers, first)
+        assert [answer.num_cached_tokens for answer in answers] == [WHOLE_TOKENS] * 4
+    # Keys and values of four layers with one head of 64 float32: one worker stores them, with a block that each answer
+    # has filled; both load them.
+    token_bytes = 4 * 2 * 64 * 4
+    assert stats["connector.store_bytes"] == 4 * (WHOLE_TOKENS + BLOCK_TOKENS) * token_bytes
+    assert stats["connector.load_bytes"] == 2 * 4 * WHOLE_TOKENS * token_bytes
 
 
 def test_one_worker_of_two_fails_stores_and_loads(llama: str, llama_controls: Controls) -> None:

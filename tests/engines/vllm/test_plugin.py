@@ -176,15 +176,17 @@ except Exception as error:
 def test_a_misspelled_tier_ends_a_start_that_has_no_weights_to_read_through_the_entry_point_alone(
     model_folder: Path, tmp_path: Path
 ) -> None:
-    assert [path.name for path in model_folder.iterdir()] == ["config.json"]
+    bare = tmp_path / "no-weights"
+    bare.mkdir()
+    (bare / "config.json").write_text((model_folder / "config.json").read_text())
     config = {
         "kv_connector": "KVTierConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": SETTINGS | {"secondary_tiers": [{"type": "ffs"}]},
     }
-    program = START.format(model=str(model_folder), config=config)
+    program = START.format(model=str(bare), config=config)
     environment = os.environ | {
-        "PYTHONPATH": install_entry_points(tmp_path),
+        "PYTHONPATH": install_entry_points(tmp_path / "installed"),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }

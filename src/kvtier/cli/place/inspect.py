@@ -61,7 +61,7 @@ class NamespaceTally:
     by_age: list[int] = field(default_factory=lambda: [0] * (len(AGES_S) + 1))
 
     def add(self, block: PlaceBlock, now_s: float) -> None:
-        """Count a block, and for its tenant where that is told."""
+        """Count a block, and for its tenant where the tier names one."""
         self.blocks += block.num_blocks
         self.num_bytes += block.num_bytes
         if block.tenant is not None:

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec
 from kvtier.config import OffloadingConfig, parse_settings
 from kvtier.cpu.policies import create_cache_policy
 from kvtier.engines.vllm import compat
-from kvtier.engines.vllm.groups import ALIGN_REMEDY, ALIGNED, first_spec, make_kv_groups
+from kvtier.engines.vllm.groups import ALIGN_REMEDY, ALIGNED, first_spec, make_kv_groups, mark_replicated
 from kvtier.engines.vllm.host_memory import count_engines, count_host_bytes
 from kvtier.engines.vllm.identity import make_model_identity
 from kvtier.errors import ConfigError, MissingExtraError, ModelError
@@ -43,7 +43,7 @@ def make_offloading_config(
         FingerprintError: a file of the model cannot be read.
     """
     check_supported(vllm_config)
-    groups = make_kv_groups(kv_cache_config)
+    groups = mark_replicated(make_kv_groups(kv_cache_config), vllm_config, kv_cache_config)
     check_zeroing(vllm_config, kv_cache_config, role)
     transfer_config = vllm_config.kv_transfer_config
     parallel_config = vllm_config.parallel_config

@@ -13,7 +13,9 @@ allocates the last block. Kinds that leave other holes (chunked local and refere
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+from vllm.config import ModelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -40,6 +42,12 @@ KINDS: Mapping[type[KVCacheSpec], GroupKind] = {
     MambaSpec: GroupKind.STATE,
 }
 """The supported specifications."""
+
+LATENT_KINDS = frozenset({MLAAttentionSpec, SlidingWindowMLASpec})
+"""Of these each worker holds all of a layer's bytes, whatever the number of workers."""
+
+HEAD_KINDS = frozenset({FullAttentionSpec, SlidingWindowSpec})
+"""Of these each worker holds the KV heads that are its own."""
 
 MERGE_REMEDY = (
     "start vLLM with --disable-hybrid-kv-cache-manager, which keeps the whole prefix of such layers"
@@ -73,6 +81,35 @@ def make_kv_groups(kv_cache_config: KVCacheConfig) -> tuple[KVGroup, ...]:
             + (f", or {MERGE_REMEDY}" if is_mixed else "")
         )
     return groups
+
+
+def mark_replicated(
+    groups: Sequence[KVGroup], vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> tuple[KVGroup, ...]:
+    """Return the groups, marked where every worker holds the same bytes; equal in all processes of an engine. Pure.
+
+    Under tensor parallelism each worker computes the whole latent vector of latent attention (MLA), and the one KV head
+    of a model with a single one. A draft model's layers, which may share a group, have heads of their own.
+    """
+    num_workers = vllm_config.parallel_config.tensor_parallel_size
+    if num_workers == 1 or vllm_config.speculative_config is not None:
+        return tuple(groups)
+    has_one_head = has_one_kv_head(vllm_config.model_config)
+    kinds = [type(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    return tuple(
+        replace(group, is_replicated=kind in LATENT_KINDS or (has_one_head and kind in HEAD_KINDS))
+        for group, kind in zip(groups, kinds, strict=True)
+    )
+
+
+def has_one_kv_head(model_config: ModelConfig) -> bool:
+    """Return whether every attention layer of a model has a single KV head. Pure.
+
+    Some models give several counts, such as one for layers of global attention.
+    """
+    described = model_config.hf_text_config.to_dict()
+    counts = [count for name, count in described.items() if "key_value_heads" in name or "kv_heads" in name]
+    return model_config.get_total_num_kv_heads() == 1 and all(count in (1, None) for count in counts)
 
 
 def can_recompute_from_block(groups: Sequence[KVGroup]) -> bool:
