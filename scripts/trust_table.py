@@ -174,7 +174,7 @@ ROWS = (
         "tests/engines/transformers/test_tenants.py"),
     Row("planted wrong blocks that the audit has to find", "pytest tests/connector/test_audit_faults.py"),
     Row("right blocks that the audit must not call wrong: bfloat16, chunks",
-        "scripts.audit_run --engine transformers --dtype bfloat16 --blocks 1000", read_audit),
+        "scripts.audit_run --engine transformers --dtype bfloat16 --blocks 10000", read_audit),
 )  # fmt: skip
 
 
