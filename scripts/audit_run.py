@@ -67,6 +67,8 @@ def run_transformers(folder: Path, dtype: str, num_blocks: int) -> bool:
 
     from kvtier.engines.transformers import EngineConfig, KVTierEngine
 
+    # So small a model gains nothing from a second thread, which waits wherever others want its core.
+    torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(save_llama(folder), dtype=getattr(torch, dtype))
     prompts, num_done, is_wrong = make_cycle(NUM_PROMPTS), 0.0, False
     # Engines find each other's blocks in the directory: the first one's are compared with what the others compute.

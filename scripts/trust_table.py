@@ -174,7 +174,7 @@ ROWS = (
         "tests/engines/transformers/test_tenants.py"),
     Row("planted wrong blocks that the audit has to find", "pytest tests/connector/test_audit_faults.py"),
     Row("right blocks that the audit must not call wrong: bfloat16, chunks",
-        "scripts.audit_run --engine transformers --dtype bfloat16 --blocks 1000", read_audit),
+        "scripts.audit_run --engine transformers --dtype bfloat16 --blocks 10000", read_audit),
 )  # fmt: skip
 
 
@@ -206,7 +206,7 @@ def run_row(row: Row) -> Tally:
         if row.read is None:
             command += ["-q", "-p", "scripts.trust_counts", "-p", "no:cacheprovider"]
         paths = f"{ROOT / 'src'}{os.pathsep}{ROOT}"
-        environment = {**os.environ, FILE_VARIABLE: str(counts), "PYTHONPATH": paths}
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, FILE_VARIABLE: str(counts), "PYTHONPATH": paths}
         try:
             done = subprocess.run(  # noqa: S603 - our own commands
                 command,

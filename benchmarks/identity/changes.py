@@ -272,7 +272,7 @@ def _prompts() -> list[Change]:
 
 
 def _nothing() -> list[Change]:
-    all_blocks = NUM_BLOCKS - 1  # the last token of a prompt is computed, and with it its block
+    all_blocks = NUM_BLOCKS
     return [
         Change("nothing", "a new process with the same settings", _edited(lambda _: None), all_blocks),
         Change(

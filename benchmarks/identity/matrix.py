@@ -42,7 +42,8 @@ def run_matrix(changes: Iterable[Change]) -> Iterator[Row]:
             change.group,
             change.name,
             num_found,
-            change.num_shared_blocks * BLOCK_TOKENS,
+            # Of a prompt that is held whole the engine computes the last token again.
+            min(change.num_shared_blocks * BLOCK_TOKENS, len(second.prompt) - 1),
             difference(first, second),
             {peer.name: separates(peer, first, second) for peer in PEERS if peer.is_installed()},
         )

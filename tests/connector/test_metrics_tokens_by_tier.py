@@ -223,3 +223,9 @@ def test_tokens_of_a_failed_load_are_not_counted() -> None:
     bench.half.update_connector_output(report_jobs(metadata, failed=list(metadata.load_jobs)))
 
     assert "connector.loaded_tokens.CPU" not in bench.half.stats()
+
+
+def test_a_state_brings_every_token_before_it() -> None:
+    states = GroupLayout(0, 4, 1, 1, num_tail_tokens=4)
+    keys = make_keys(1)
+    assert count_tokens_by_tier([states], keys, {keys[0][3]: "fs"}, 4, 16) == {"fs": 12}

@@ -219,6 +219,13 @@ def test_every_block_is_stored_once_and_in_order_however_little_room_there_is(
     assert stored == state.keys[0]
 
 
+def test_states_that_an_engine_has_passed_over_are_not_stored() -> None:
+    states = GroupLayout(0, 4, 1, 1, num_tail_tokens=4, num_live_tokens=1)
+    state = make_request_state(FakeRequest("request", list(range(16))), 1)
+    state.blocks.replace([[-1, -1, -1, 7]], 0)
+    assert [block.block for block in list_storable_blocks([states], state, 16)] == [3]
+
+
 def test_of_a_state_only_what_the_engine_keeps_is_storable_and_from_where_it_says() -> None:
     state = running(16, 0, [1, 2, 3, 4], [0, 0, 0, 7])
     state.blocks.kept_states = [KeptState(1, 9, 8), KeptState(1, 7, 14), KeptState(1, 8, 20)]

@@ -73,6 +73,9 @@ COMMANDS = (
     Command("drain", "kvtier.cli.live.steer", "Wait until a living engine's tiers have what is pending."),
     Command("inspect", "kvtier.cli.place.inspect", "Show what a tier has stored: whose, how much, how old."),
     Command("keys", "kvtier.cli.keys", "Manage the keys of encrypted tiers; drop a tenant's."),
+    Command(
+        "models", "kvtier.cli.models", "Try which models of transformers are served, and from which tiers."
+    ),
     Command("pin", "kvtier.cli.live.steer", "Keep a prefix in a living engine's host memory for a time."),
     Command(
         "plan", "kvtier.cli.plan.command", "Find the cheapest tiers that give a request trace what it needs."

@@ -1,0 +1,142 @@
+"""``kvtier models`` tries each model in a process of its own, and a row says what came of it."""
+
+import json
+import os
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+from tests.engines.transformers.conftest import make_llama
+from typer.testing import CliRunner
+
+from kvtier.cli import models
+from kvtier.cli.main import main, make_app
+from kvtier.cli.models import Subject, make_page, row_as_json, run_one, try_all
+from kvtier.engines.transformers.tiny_models import build_tiny_model, list_model_types
+from kvtier.engines.transformers.trial import ORIGINS, Outcome, Trial, try_model
+from kvtier.errors import ModelError, UnknownNameError
+
+
+def test_a_page_has_a_row_for_each_model_whatever_came_of_it() -> None:
+    served = Trial(
+        "good", Outcome.SERVED, "", dict.fromkeys(ORIGINS, 64), dict.fromkeys(ORIGINS, True), 768, 1024
+    )
+    differs = Trial(
+        "bad", Outcome.DIFFERS, "another | answer", {"computed": 75, "fs": 0}, {"computed": True, "fs": True}
+    )
+    refused = Trial("ugly", Outcome.REFUSED, "why " * 100)
+    page = make_page([served, differs, refused])
+    assert "| served | 1 |\n| differs | 1 |\n| refused | 1 |" in page
+    assert "| good | served | computed, device, host, fs | 768 | 1024 |  |" in page
+    assert "| bad | differs | computed |  |  | another / answer |" in page
+    assert "| ugly | refused |  |  |  | why why" in page
+    assert max(map(len, page.splitlines()[10:])) < 260
+
+
+def test_a_row_is_plain_values_in_json() -> None:
+    row = Trial("good", Outcome.SERVED, "", {"host": 64}, {"host": True}, 768)
+    assert json.loads(json.dumps(row_as_json(row))) == {
+        "model_type": "good",
+        "outcome": "served",
+        "reason": "",
+        "found": {"host": 64},
+        "equal": {"host": True},
+        "token_bytes": 768,
+        "state_bytes": 0,
+    }
+
+
+def test_most_architectures_of_transformers_are_in_the_table() -> None:
+    assert len(list_model_types()) >= 150
+    assert {"llama", "qwen3_next", "mamba2", "falcon_h1", "bamba", "jamba", "deepseek_v3"} <= set(
+        list_model_types()
+    )
+
+
+def test_an_unknown_architecture_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'llama'"):
+        build_tiny_model("lama")
+    assert main(["models", "lama"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("model_type", "outcome"),
+    [("llama", Outcome.SERVED), ("mamba2", Outcome.SERVED), ("deepseek_v32", Outcome.REFUSED)],
+)
+def test_a_trial_compares_every_origin_with_plain_generate(
+    tmp_path: Path, model_type: str, outcome: Outcome
+) -> None:
+    row = try_model(build_tiny_model(model_type), tmp_path, 8, 16)
+    assert row.outcome is outcome
+    if outcome is Outcome.SERVED:
+        assert set(row.found) == set(row.equal) == set(ORIGINS)
+        assert all(row.equal.values())
+        assert row.found["fs"] >= 64
+    else:
+        assert "DynamicIndexedLayer" in row.reason
+
+
+def test_a_wrong_answer_is_a_row_that_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.engines.transformers.trial.generate_plainly", lambda *_: [0] * 12)
+    row = try_model(build_tiny_model("llama"), tmp_path, 8)
+    assert row.outcome is Outcome.DIFFERS
+    assert "another answer from fs" in row.reason
+
+
+def crash(_subject: Subject, _answer: Connection) -> None:
+    os._exit(9)
+
+
+def fail_to_build(_subject: Subject) -> Trial:
+    raise ModelError("no such thing")
+
+
+@pytest.mark.slow
+def test_a_crash_costs_its_own_row_and_the_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    (good,) = try_all([Subject(model_type="llama")], 1, max_trial_s=None)
+    assert good.outcome is Outcome.SERVED
+    monkeypatch.setattr(models, "run_one", crash)
+    (bad,) = try_all([Subject(model_type="llama")], 1, max_trial_s=None)
+    assert (bad.outcome, bad.reason) == (Outcome.FAILED, "its process ended with 9: a crash, or no memory")
+
+
+@pytest.mark.slow
+def test_a_trial_that_hangs_is_ended() -> None:
+    (row,) = try_all([Subject(model_type="llama")], 1, max_trial_s=0.0)
+    assert (row.outcome, row.reason) == (Outcome.FAILED, "had not ended after 0 s")
+
+
+def test_an_exception_of_a_model_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pipe:
+        sent: Trial
+
+        def send(self, row: Trial) -> None:
+            self.sent = row
+
+    pipe = Pipe()
+    monkeypatch.setattr(models, "_try", fail_to_build)
+    monkeypatch.setattr(os, "dup2", lambda *_: None)
+    run_one(Subject(model_type="odd"), pipe)  # type: ignore[arg-type]  # stands in for a pipe
+    assert (pipe.sent.outcome, pipe.sent.reason) == (Outcome.FAILED, "ModelError: no such thing")
+
+
+@pytest.mark.slow
+def test_a_model_of_ones_own_is_tried_from_its_folder(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    make_llama().save_pretrained(tmp_path / "model")
+    result = CliRunner().invoke(make_app("models"), ["models", "--model", str(tmp_path / "model"), "--json"])
+    assert result.exit_code == 0
+    (row,) = json.loads(result.stdout)
+    assert (row["model_type"], row["outcome"]) == ("llama", "served")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--model", "/nowhere"], ["llama", "--model", "."], ["--out", "/nowhere/page.md", "llama"]],
+)
+def test_what_cannot_be_tried_is_refused_at_once(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["models", *arguments]) == 2
+    assert "kvtier: " in capsys.readouterr().err
