@@ -99,14 +99,16 @@ class DroppingManager(Protocol):
 class PurgingManager(Protocol):
     """Forgets blocks, for good."""
 
-    def purge(self, tiers: Collection[str] | None) -> Purge:
+    def purge(self, tiers: Collection[str] | None, tenant: int | None = None) -> Purge:
         """Begin to forget every block that is not in use, and end its lease; it goes on whether or not anyone waits.
 
         While another purge is under way both are one, with the tiers of both.
 
         Args:
             tiers: names of tiers, "host" for host memory; None: all.
+            tenant: number of the tenant of requests whose blocks are to go; None: all.
 
         Raises:
+            ControlError: a purge of other blocks is under way; nothing has changed.
             UnknownNameError: there is no such tier; nothing has changed.
         """

@@ -192,6 +192,16 @@ class Tenants:
         settings = self.others if name is None else self.by_name[name]
         return None if settings is None else settings.quota_bytes.get(tier)
 
+    def list_quotas(self) -> dict[str, dict[str, int]]:
+        """Return the bytes that each label's tenant may keep in each place that has a quota. Pure.
+
+        Those of ``OTHERS_LABEL`` have one each, so together they have none.
+        """
+        quotas = {name: dict(settings.quota_bytes) for name, settings in self.by_name.items()}
+        if self.others is not None:
+            quotas |= {UNNAMED_LABEL: dict(self.others.quota_bytes), OTHERS_LABEL: {}}
+        return quotas
+
     def excesses(self, held_bytes: Mapping[int, int], place: str) -> dict[int, int]:
         """Return by how many bytes tenants are beyond their quotas in a place, those who are. Pure.
 

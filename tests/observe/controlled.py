@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.connector.fakes import (
@@ -50,6 +50,8 @@ class Engine:
         folder: where the socket is.
         instance_id: the engine's.
         manager: which blocks are held.
+        clock: seconds, monotonic.
+        settings: further settings of the engine.
     """
 
     def __init__(
@@ -59,9 +61,10 @@ class Engine:
         manager: OffloadingManager | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
+        **settings: object,
     ) -> None:
         self.manager = CPUOffloadingManager(16) if manager is None else manager
-        config = make_config(instance_id=instance_id)
+        config = replace(make_config(), extra_config={"instance_id": instance_id, **settings})
         self.hash_prompt = hash_tokens
         self.control = EngineControl(config, hash_tokens, clock=clock)
         self.control.listen(lambda handler: self._serve(folder, instance_id, handler))

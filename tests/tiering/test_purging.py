@@ -11,7 +11,7 @@ from tests.tiering.encrypted_suite import encrypted
 from tests.tiering.purged import BLOCKS, HANG_GUARD_S, check_purge, end, make_driver
 
 from kvtier.base import OffloadKey, ReqContext
-from kvtier.errors import TierError, UnknownNameError
+from kvtier.errors import ControlError, TierError, UnknownNameError
 from kvtier.misses import MissCause
 from kvtier.testing.tier_suite import key_of, make_config
 from kvtier.testing.tiering_driver import ROW_BYTES, TieringDriver
@@ -233,7 +233,7 @@ def test_a_miss_while_a_purge_is_under_way_says_so(driver: TieringDriver) -> Non
 def test_a_purge_ends_with_its_engine() -> None:
     removing = Event()
 
-    def remove(namespace: str) -> Batches:
+    def remove(namespace: str, tenant: int | None) -> Batches:
         while True:
             removing.set()
             yield Removed(1, [])
@@ -249,7 +249,7 @@ def test_a_purge_ends_with_its_engine() -> None:
 
 
 def test_a_crash_of_a_removal_is_its_outcome(caplog: pytest.LogCaptureFixture) -> None:
-    def remove(namespace: str) -> Batches:
+    def remove(namespace: str, tenant: int | None) -> Batches:
         yield Removed(2, [key_of(1)])
         raise RuntimeError("a bug")
 
@@ -259,3 +259,12 @@ def test_a_crash_of_a_removal_is_its_outcome(caplog: pytest.LogCaptureFixture) -
         pass
     assert outcome == PurgeOutcome(2, [key_of(1)], "RuntimeError: a bug")
     assert "a purge has failed" in caplog.text
+
+
+def test_a_purge_of_one_tenant_is_no_part_of_another_purge(driver: TieringDriver) -> None:
+    driver.manager.purge(["scripted"])
+    with pytest.raises(ControlError, match="a purge of other blocks is under way"):
+        driver.manager.purge(["scripted"], 7)
+    tier_of(driver).outcome = PurgeOutcome(0)
+    driver.step()
+    assert driver.manager.purge(None, 7).result is not None

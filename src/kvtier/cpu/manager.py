@@ -354,7 +354,7 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         """End the leases of ``keys``, or all for None; return how many there were."""
         return self.leases.unpin(keys)
 
-    def purge(self, tiers: Collection[str] | None) -> Purge:
+    def purge(self, tiers: Collection[str] | None, tenant: int | None = None) -> Purge:
         """Forget every block that is not in use; see ``PurgingManager``."""
         if tiers is not None:
             for name in tiers:
@@ -362,11 +362,20 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
                     raise UnknownNameError("tier", name, [HOST_ORIGIN])
             if not tiers:
                 return Purge(PurgedBlocks())
-        num_purged = len(self.purge_blocks())
-        return Purge(PurgedBlocks({HOST_ORIGIN: num_purged}, {HOST_ORIGIN: self.table.num_held}))
+        num_purged = len(self.purge_blocks(tenant))
+        return Purge(PurgedBlocks({HOST_ORIGIN: num_purged}, {HOST_ORIGIN: self.count_held(tenant)}))
 
-    def purge_blocks(self) -> list[OffloadKey]:
-        """End every lease and evict every block that is not in use; return their keys."""
+    def count_held(self, tenant: int | None) -> int:
+        """Return how many blocks of a tenant, by number, are held; of all for None. Pure."""
+        if tenant is None:
+            return self.table.num_held
+        return 0 if self.tenant_blocks is None else len(self.tenant_blocks.held.get(tenant, ()))
+
+    def purge_blocks(self, tenant: int | None = None) -> list[OffloadKey]:
+        """End every lease and evict every block that is not in use, or those of a tenant; return their keys."""
+        if tenant is not None:
+            held = {} if self.tenant_blocks is None else self.tenant_blocks.held.get(tenant, {})
+            return self.drop_blocks(tuple(held), HostDeparture.PURGED)
         self.leases.unpin(None)
         num_evictable = self.table.num_evictable
         return self.evict(num_evictable, (), (), HostDeparture.PURGED) or []
@@ -376,11 +385,13 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         self.drop_blocks(keys)
         return DroppedBlocks(self.list_held(keys))
 
-    def drop_blocks(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
+    def drop_blocks(
+        self, keys: Collection[OffloadKey], why: HostDeparture = HostDeparture.DROPPED
+    ) -> list[OffloadKey]:
         """End the leases of ``keys`` and forget those that are idle; return these."""
         self.leases.unpin(keys)
         dropped = self.table.forget_idle(keys)
-        self.departed.add(dropped, HostDeparture.DROPPED)
+        self.departed.add(dropped, why)
         if self._events is not None:
             self._events.record(dropped, removed=True)
         return dropped

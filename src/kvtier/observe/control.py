@@ -332,6 +332,7 @@ def open_control(config: OffloadingConfig, hash_prompt: PromptHasher | None = No
 def describe_engine(config: OffloadingConfig, started_s: float) -> Message:
     """Return what a control socket says of its engine; nothing in it is a secret. Pure but for the process's id."""
     settings = config.settings
+    tenants = make_tenants(settings)
     return {
         "protocol": PROTOCOL,
         "id": settings.instance_id or config.engine_id,
@@ -344,7 +345,7 @@ def describe_engine(config: OffloadingConfig, started_s: float) -> Message:
         "eviction_policy": settings.eviction_policy,
         "metrics": describe_metrics_page(config),
         "tiers": [str(tier.get("type", "")) for tier in settings.secondary_tiers],
-    }
+    } | ({} if tenants is None else {"tenants": tenants.list_quotas()})
 
 
 def describe_metrics_page(config: OffloadingConfig) -> str:

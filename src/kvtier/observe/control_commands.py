@@ -18,7 +18,7 @@ from kvtier.hints.values import parse_hints
 from kvtier.observe.control_wire import Message
 from kvtier.operating import PinningManager, PurgingManager
 from kvtier.operating import Purge as PurgeUnderWay
-from kvtier.tenants import NO_TENANT, Tenant, Tenants
+from kvtier.tenants import NO_TENANT, Tenant, Tenants, is_name, tenant_number
 
 COMMANDS = ("hello", "stats", "recent", "drain", "pin", "unpin", "prefetch", "purge", "resume")
 """What a request may name."""
@@ -181,10 +181,11 @@ class Prefetch(Command):
 
 
 class Purge(Command):
-    """Forgets every block that is not in use, in some tiers or all."""
+    """Forgets every block that is not in use, or a tenant's, in some tiers or all."""
 
-    def __init__(self, tiers: Sequence[str] | None) -> None:
+    def __init__(self, tiers: Sequence[str] | None, tenant: int | None = None) -> None:
         self._tiers = tiers
+        self._tenant = tenant
         self._purge: PurgeUnderWay | None = None
 
     def advance(self, half: ControlledHalf, now_s: float) -> Message | None:
@@ -193,7 +194,12 @@ class Purge(Command):
         if self._purge is None:
             if not isinstance(manager, PurgingManager):
                 raise _unable(manager, "purge")
-            self._purge = manager.purge(self._tiers)
+            # Managers of before the tenants take no second argument.
+            self._purge = (
+                manager.purge(self._tiers)
+                if self._tenant is None
+                else manager.purge(self._tiers, self._tenant)
+            )
         purged = self._purge.result
         if purged is None:
             return None
@@ -248,7 +254,7 @@ def make_command(
     if name == "prefetch":
         return Prefetch(read_prefix(request, hash_prompt, tenants))
     if name == "purge":
-        return Purge(read_tiers(request))
+        return Purge(read_tiers(request), read_purged_tenant(request, tenants))
     if name == "resume":
         return Resume()
     raise UnknownNameError("command", name, COMMANDS)
@@ -288,6 +294,27 @@ def read_tenant(request: Message, tenants: Tenants | None) -> Tenant:
     if found is None:
         raise ControlError(f"tenant={shorten(name)}: must be a tenant of the engine's setting tenants")
     return found
+
+
+def read_purged_tenant(request: Message, tenants: Tenants | None) -> int | None:
+    """Return the number of the tenant whose blocks a request wants purged; None: everybody's.
+
+    Raises:
+        ControlError: the engine has no tenants, or that is no name.
+        UnknownNameError: the engine serves no such tenant.
+    """
+    name = request.get("tenant")
+    if name is None:
+        return None
+    if tenants is None:
+        raise ControlError(
+            f"tenant={shorten(name)}: this engine has no tenants: its setting tenants is not set"
+        )
+    if not isinstance(name, str) or not is_name(name):
+        raise ControlError(f"tenant={shorten(name)}: must be the name of a tenant of requests")
+    if name not in tenants.by_name and tenants.others is None:
+        raise UnknownNameError("tenant", name, tenants.by_name)
+    return tenant_number(name)
 
 
 def read_tiers(request: Message) -> list[str] | None:

@@ -21,6 +21,7 @@ from kvtier.tiering.base import (
     ReachableTier,
     RequestAware,
     SecondaryTierManager,
+    TenantPurger,
 )
 
 
@@ -31,6 +32,7 @@ class WrappedTier(
     EvictionReporter,
     PurgeableTier,
     BackendPurger,
+    TenantPurger,
     DroppingTier,
 ):
     """Passes everything on to another tier.
@@ -121,6 +123,11 @@ class WrappedTier(
             self.inner.begin_purge()
         elif not isinstance(self.inner, PurgeableTier):
             raise TierError(self.get_tier_type(), "the tier inside cannot purge while its engine runs")
+
+    def begin_tenant_purge(self, tenant: int) -> Collection[OffloadKey] | None:
+        if not isinstance(self.inner, TenantPurger):
+            raise TierError(self.get_tier_type(), "the tier inside cannot purge one tenant's blocks")
+        return self.inner.begin_tenant_purge(tenant)
 
     def poll_purge(self) -> PurgeOutcome | int:
         if isinstance(self.inner, BackendPurger):

@@ -8,7 +8,7 @@ Source: the contract follows vLLM's multi-tier offloading as of May 2026 (pull r
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
@@ -401,6 +401,57 @@ class BackendPurger(ABC):
     @abstractmethod
     def poll_purge(self) -> PurgeOutcome | int:
         """Return how the purge ended, once; while it goes on, how many blocks it has removed."""
+
+
+class TenantPurger(ABC):
+    """Optional contract for tiers that can drop the blocks of one tenant of requests while their engine runs.
+
+    No job of the tier is open when a purge begins, and none is submitted before it has ended.
+    """
+
+    @abstractmethod
+    def begin_tenant_purge(self, tenant: int) -> Collection[OffloadKey] | None:
+        """Start to drop every block of this engine's namespace whose key has the number ``tenant``, for good.
+
+        Returns:
+            The blocks, where they are dropped by now; None where ``BackendPurger.poll_purge`` says how it ends.
+
+        Raises:
+            TierError: this tier, or its place, cannot do that, and what can.
+        """
+
+
+PurgeStart = Callable[[], Collection[OffloadKey] | None]
+"""Begins a purge; returns as ``TenantPurger.begin_tenant_purge``."""
+
+
+def find_purge_start(tier: SecondaryTierManager, tenant: int | None) -> PurgeStart | None:
+    """Return what begins a purge of a tier; None where it cannot be purged so. Pure.
+
+    Args:
+        tier: the tier.
+        tenant: number of the tenant whose blocks are to go; None: all.
+    """
+    if tenant is not None:
+        return _make_tenant_start(tier, tenant) if isinstance(tier, TenantPurger) else None
+    if isinstance(tier, BackendPurger):
+        backend = tier
+
+        def begin() -> None:
+            backend.begin_purge()  # what a foreign one returns has no meaning
+
+        return begin
+    return (lambda: list(tier.purge())) if isinstance(tier, PurgeableTier) else None
+
+
+def _make_tenant_start(tier: TenantPurger, tenant: int) -> PurgeStart:
+    def begin() -> Collection[OffloadKey] | None:
+        dropped = tier.begin_tenant_purge(tenant)
+        if dropped is None and not isinstance(tier, BackendPurger):
+            raise TypeError("begin_tenant_purge returned None, and the tier has no poll_purge")
+        return None if dropped is None else list(dropped)
+
+    return begin
 
 
 class DroppingTier(ABC):

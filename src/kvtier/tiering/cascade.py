@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import chain, islice
 
-from kvtier.base import OffloadKey, ReqContext
+from kvtier.base import OffloadKey, ReqContext, get_offload_tenant
 from kvtier.config import DEFAULT_MAX_TRACKER_SIZE
 from kvtier.cpu.manager import MIN_STORE_THRESHOLD
 from kvtier.cpu.policies.base import EvictionPreview
@@ -280,11 +280,13 @@ class CascadePlanner:
         for backlog in self._backlogs:
             backlog.on_evicted(keys)
 
-    def drop_pending(self, tier: GuardedTier) -> None:
-        """Forget what a tier was still to get, and would get as soon as it can be stored again."""
+    def drop_pending(self, tier: GuardedTier, tenant: int | None = None) -> None:
+        """Forget what a tier was still to get, or a tenant's part of it; it would be stored again after a purge."""
         for backlog in self._backlogs:
             if backlog.tier is tier and not backlog.is_write_back:
-                backlog.on_evicted(list(backlog.pending))
+                backlog.on_evicted(
+                    [key for key in backlog.pending if tenant is None or get_offload_tenant(key) == tenant]
+                )
 
     def take(self, req_context: ReqContext, *, is_step_over: bool) -> list[PlannedCascade]:
         """Return what the tiers get now, and remove it from their backlogs.

@@ -23,11 +23,11 @@ from kvtier.tiering.base import (
     EvictionReporter,
     JobMetadata,
     JobResult,
-    PurgeableTier,
     PurgeOutcome,
     ReachableTier,
     RequestAware,
     SecondaryTierManager,
+    find_purge_start,
 )
 from kvtier.tiering.breaker import MAX_WAITING_S, CircuitBreaker, LoadBackoff
 from kvtier.tiering.departures import TierDeparture, being_purged, down, make_departures
@@ -338,20 +338,19 @@ class GuardedTier:
         if isinstance(self._call("reset", self.tier.reset, epoch), CallFailure):
             self.is_out_of_service = True
 
-    def begin_purge(self) -> PurgeOutcome | None:
-        """Make the tier drop every block; return how that ended if it has ended at once, or could not begin."""
-        tier = self.tier
+    def begin_purge(self, tenant: int | None = None) -> PurgeOutcome | None:
+        """Make the tier drop every block, or a tenant's; return how that ended, if it has by now or cannot begin."""
         if self.is_out_of_service:
             return PurgeOutcome(0, error="it is out of service: restart the engine")
-        if isinstance(tier, BackendPurger):
-            begun = self._call("begin_purge", tier.begin_purge)
-            return PurgeOutcome(0, error=str(begun.error)) if isinstance(begun, CallFailure) else None
-        if not isinstance(tier, PurgeableTier):
-            return PurgeOutcome(0, error="a tier of this type cannot purge while its engine runs")
-        dropped = self._call("purge", lambda: list(tier.purge()))
+        start = find_purge_start(self.tier, tenant)
+        if start is None:
+            blocks = "" if tenant is None else " one tenant's blocks"
+            return PurgeOutcome(0, error=f"a tier of this type cannot purge{blocks} while its engine runs")
+        dropped = self._call("begin_purge", start)
         if isinstance(dropped, CallFailure):
-            return self._end_purge(PurgeOutcome(0, error=str(dropped.error)))
-        return self._end_purge(PurgeOutcome(len(dropped), dropped))
+            failed = PurgeOutcome(0, error=str(dropped.error))
+            return failed if isinstance(self.tier, BackendPurger) else self._end_purge(failed)
+        return None if dropped is None else self._end_purge(PurgeOutcome(len(dropped), list(dropped)))
 
     def poll_purge(self) -> PurgeOutcome | int:
         """Return how the purge of the tier ended, or how many blocks it has removed so far."""

@@ -329,12 +329,12 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         """End the leases of ``keys``, or all for None; return how many there were."""
         return self.leases.unpin(keys)
 
-    def purge(self, tiers: Collection[str] | None) -> Purge:
+    def purge(self, tiers: Collection[str] | None, tenant: int | None = None) -> Purge:
         """Begin to forget every block that is not in use; see ``PurgingManager``.
 
         A block that a tier was still to get is lost to it.
         """
-        return self._purges.begin(tiers)
+        return self._purges.begin(tiers, tenant)
 
     def drop(self, keys: Collection[OffloadKey]) -> DroppedBlocks:
         """Forget ``keys`` in every tier; see ``DroppingManager``."""

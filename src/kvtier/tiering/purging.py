@@ -5,6 +5,9 @@ until it has ended, no lookup finds a block in it and none is stored: so nothing
 the tier has no job in flight while it removes. What it was still to get is lost to it. Host memory is purged at once,
 and again at the end, for what a tier has delivered meanwhile.
 
+A purge may be of one tenant's blocks. A tier is left out as a whole all the same while it removes them, but what it was
+still to get of other tenants waits. Purges of different tenants are not one: the second is refused.
+
 A purge goes on when its client has hung up: a half-purged tier is of no use to anyone.
 """
 
@@ -12,7 +15,7 @@ from collections.abc import Collection, Sequence
 
 from kvtier.base import OffloadKey
 from kvtier.cpu.manager import CPUOffloadingManager
-from kvtier.errors import UnknownNameError
+from kvtier.errors import ControlError, UnknownNameError
 from kvtier.misses import HOST_ORIGIN
 from kvtier.operating import Purge, PurgedBlocks
 from kvtier.tiering.base import PurgeOutcome
@@ -48,13 +51,15 @@ class TierPurges:
         self._transfers = transfers
         self._purge = Purge()
         self._blocks = PurgedBlocks()
+        self._tenant: int | None = None
         self._waiting: list[GuardedTier] = []
         self._begun: dict[GuardedTier, int] = {}
 
-    def begin(self, names: Collection[str] | None) -> Purge:
+    def begin(self, names: Collection[str] | None, tenant: int | None = None) -> Purge:
         """Begin a purge, or add tiers to the one that is under way; see ``PurgingManager``.
 
         Raises:
+            ControlError: that one is of other blocks; nothing has changed.
             UnknownNameError: there is no such tier; nothing has changed.
         """
         known = [HOST_ORIGIN, *(tier.name for tier in self._tiers)]
@@ -63,13 +68,15 @@ class TierPurges:
             if name not in known:
                 raise UnknownNameError("tier", name, known)
         if not self.is_under_way:
-            self._purge, self._blocks = Purge(), PurgedBlocks()
+            self._purge, self._blocks, self._tenant = Purge(), PurgedBlocks(), tenant
             self.is_under_way = True
+        elif tenant != self._tenant:
+            raise ControlError("a purge of other blocks is under way: try again when it has ended")
         for tier in self._tiers:
             if tier.name in wanted and not tier.is_purging:
                 tier.is_purging = True
                 self._waiting.append(tier)
-                self._cascades.drop_pending(tier)
+                self._cascades.drop_pending(tier, tenant)
         if HOST_ORIGIN in wanted:
             self._purge_host()
         self.advance()
@@ -82,7 +89,7 @@ class TierPurges:
             if self._transfers.jobs.of_tier[tier] or self._transfers.num_planned_blocks(tier):
                 continue
             self._waiting.remove(tier)
-            outcome = tier.begin_purge()
+            outcome = tier.begin_purge(self._tenant)
             if outcome is None:
                 self._begun[tier] = 0
             else:
@@ -103,11 +110,11 @@ class TierPurges:
         self._purge.result = self._blocks
 
     def _purge_host(self) -> None:
-        keys: list[OffloadKey] = self._primary.purge_blocks()
+        keys: list[OffloadKey] = self._primary.purge_blocks(self._tenant)
         self._cascades.on_evicted(keys)
         counts = self._blocks.num_purged
         counts[HOST_ORIGIN] = counts.get(HOST_ORIGIN, 0) + len(keys)
-        self._blocks.num_in_use[HOST_ORIGIN] = self._primary.table.num_held
+        self._blocks.num_in_use[HOST_ORIGIN] = self._primary.count_held(self._tenant)
 
     def _on_ended(self, tier: GuardedTier, outcome: PurgeOutcome) -> None:
         tier.is_purging = False

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -10,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvtier.cli.live.tenants import list_tenants
 from kvtier.cli.output import make_console, make_table
 from kvtier.errors import ControlError
 from kvtier.misses import RequestRecord
@@ -56,7 +58,9 @@ def stats(instance_id: InstanceArgument = None, as_json: JsonOption = False) -> 
     instance = choose_instance(instance_id)
     numbers, is_stepping = read_stats(instance)
     if as_json:
-        print_json({"id": instance.id, "is_stepping": is_stepping, "stats": numbers})
+        tenants = list_tenants(numbers, instance.description)
+        by_name = {"tenants": [asdict(tenant) for tenant in tenants]} if tenants else {}
+        print_json({"id": instance.id, "is_stepping": is_stepping, "stats": numbers} | by_name)
         return
     state = "stepping" if is_stepping else "idle, or in a long step"
     table = make_table(f"{instance.id}, {state}", ["counter or gauge"], ["now"])

@@ -135,13 +135,20 @@ def drain(
 
 
 def purge_living(
-    instance_id: str | None, tiers: Sequence[str], *, is_all: bool, timeout_s: float, as_json: bool
+    instance_id: str | None,
+    tiers: Sequence[str],
+    *,
+    tenant: str | None = None,
+    is_all: bool,
+    timeout_s: float,
+    as_json: bool,
 ) -> None:
     """Make a living engine forget blocks that are not in use; ``kvtier purge --instance``.
 
     Args:
         instance_id: the engine.
         tiers: the tiers to purge, "host" for host memory.
+        tenant: only blocks of this tenant of requests, in each tier where ``tiers`` is empty; None: everybody's.
         is_all: purge each tier that can be.
         timeout_s: seconds that the engine has for it.
         as_json: print JSON.
@@ -150,9 +157,11 @@ def purge_living(
         ConfigError: neither tiers nor all of them are named.
         ControlError: the engine cannot be reached, or made no step in time.
     """
-    if is_all == bool(tiers):
+    if (is_all and tiers) or not (is_all or tiers or tenant):
         raise ConfigError("--tier", list(tiers), "say what to purge: --tier host, or --all")
-    selector: dict[str, object] = {"all": True} if is_all else {"tiers": list(tiers)}
+    selector: dict[str, object] = {"tiers": list(tiers)} if tiers else {"all": True}
+    if tenant is not None:
+        selector["tenant"] = tenant
     reply = _send("purge", instance_id, timeout_s, **selector)
     parts = []
     for tier, num_blocks in reply["num_purged"].items():

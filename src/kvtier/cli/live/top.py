@@ -5,7 +5,7 @@ A frame is made of two readings of the engine's counters: totals are those of th
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated
 
 import typer
@@ -24,6 +24,7 @@ from kvtier.cli.live.overview import (
     list_tiers,
     print_json,
 )
+from kvtier.cli.live.tenants import TenantState, draw_tenants, list_tenants
 from kvtier.cli.output import make_console
 from kvtier.misses import MISSED_TOKENS
 from kvtier.observe.audit import describe_saved, read_saved
@@ -95,6 +96,7 @@ class Frame:
         num_waiting: those that wait for a tier.
         num_open_jobs: copies between device and host memory that have not ended.
         audit: what the audit says: blocks that were compared, then what loaded tokens save; empty without one.
+        tenants: what each tenant of requests keeps and may keep; empty where the engine has none.
     """
 
     title: str
@@ -106,6 +108,7 @@ class Frame:
     num_waiting: float
     num_open_jobs: float
     audit: list[str] = field(default_factory=list)
+    tenants: list[TenantState] = field(default_factory=list)
 
 
 def top(
@@ -164,7 +167,8 @@ def watch(
                 if part
             )
             passed_s = max(1e-3, now_s - before_s)
-            yield make_frame(title, before, reply["stats"], passed_s, is_stepping=reply["is_stepping"])
+            frame = make_frame(title, before, reply["stats"], passed_s, is_stepping=reply["is_stepping"])
+            yield replace(frame, tenants=list_tenants(reply["stats"], instance.description))
             before, before_s = reply["stats"], now_s
 
 
@@ -275,6 +279,7 @@ def draw(frame: Frame) -> RenderableType:
         draw_shares("prompt tokens from", frame.origins),
         draw_shares("computed because", frame.causes),
         draw_tiers(frame.tiers),
+        *([draw_tenants(frame.tenants)] if frame.tenants else ()),
         *map(Text, frame.audit),
     )
 

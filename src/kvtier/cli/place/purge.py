@@ -92,17 +92,19 @@ def purge(
     """Remove blocks from a tier's place for good. Engines that use it see misses, and go on.
 
     Give at least one of --namespace, --tenant and --older-than, which narrow each other down, or --all. With --instance
-    a living engine removes its own blocks from host memory and its tiers; give --tier or --all.
+    a living engine removes its own blocks from host memory and its tiers; give --tier, --all or --tenant.
 
     Raises:
         KVTierError: no selector, a selector that selects nothing, or the place cannot be changed.
     """
-    has_selector = bool(namespace or tenant or older_than)
-    check_target(place, instance, tier or (), needs_place=has_selector or dry_run)
+    needs_place = bool(namespace or older_than or dry_run)
+    check_target(place, instance, tier or (), needs_place=needs_place)
     if place is None:
-        purge_living(instance, tier or (), is_all=all_blocks, timeout_s=timeout_s, as_json=as_json)
+        purge_living(
+            instance, tier or (), tenant=tenant, is_all=all_blocks, timeout_s=timeout_s, as_json=as_json
+        )
         return
-    check_selectors(has_selector=has_selector, is_all=all_blocks)
+    check_selectors(has_selector=bool(namespace or tenant or older_than), is_all=all_blocks)
     purge_place(
         place, namespace or [], tenant, older_than, key_file=key_file, dry_run=dry_run, as_json=as_json
     )
@@ -117,7 +119,9 @@ def check_target(place: str | None, instance: str | None, tiers: Sequence[str], 
     if (place is None) == (instance is None):
         raise ConfigError("PLACE", place, "give either a place or --instance ID")
     if instance is not None and needs_place:
-        raise ConfigError("--instance", instance, "goes with --tier and --all; other selectors need a PLACE")
+        raise ConfigError(
+            "--instance", instance, "goes with --tier, --tenant and --all; other selectors need a PLACE"
+        )
     if place is not None and tiers:
         raise ConfigError("--tier", list(tiers), "goes with --instance")
 

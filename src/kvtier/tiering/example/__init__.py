@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from kvtier.base import Locality, OffloadKey, ReqContext
+from kvtier.base import Locality, OffloadKey, ReqContext, get_offload_tenant
 from kvtier.config import OffloadingConfig
 from kvtier.cpu.policies import BlockStatus, CachePolicy, create_cache_policy
 from kvtier.cpu.policies.learning import RequestLearner, make_arrived
@@ -28,6 +28,7 @@ from kvtier.tiering.base import (
     PurgeableTier,
     RequestAware,
     SecondaryTierManager,
+    TenantPurger,
     TierSettings,
 )
 
@@ -54,7 +55,13 @@ class ExampleSettings:
 
 
 class ExampleSecondaryTier(
-    SecondaryTierManager, EvictionReporter, PurgeableTier, DroppingTier, RequestAware, MissExplainer
+    SecondaryTierManager,
+    EvictionReporter,
+    PurgeableTier,
+    TenantPurger,
+    DroppingTier,
+    RequestAware,
+    MissExplainer,
 ):
     """Keeps rows in a dictionary.
 
@@ -177,6 +184,13 @@ class ExampleSecondaryTier(
     def purge(self) -> list[OffloadKey]:
         dropped = list(self.blocks)
         self.clear()
+        return dropped
+
+    def begin_tenant_purge(self, tenant: int) -> list[OffloadKey]:
+        dropped = [key for key in self.blocks if get_offload_tenant(key) == tenant]
+        for key in dropped:
+            del self.blocks[key]
+            self._order.remove(key)
         return dropped
 
     def drop(self, keys: Collection[OffloadKey]) -> None:

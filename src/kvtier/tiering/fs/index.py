@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 
-from kvtier.base import OffloadKey
+from kvtier.base import GROUP_INDEX_BYTES, OffloadKey
 from kvtier.departed import DepartedBlocks, Loss
 from kvtier.tiering.kit.eviction_log import EvictionLog
 from kvtier.tiering.kit.tenant_counts import TenantCounts
@@ -111,6 +111,14 @@ class KeyIndex:
             self.evict(batch, loss)
             num_removed += len(batch)
         return num_removed
+
+    def forget_tenant(self, tenant: int | None, loss: Loss) -> None:
+        """Remove the keys of a tenant's blocks, of all for None, as ``forget_prefix`` does."""
+        if tenant is None:
+            self.forget_prefix(loss=loss)
+        else:
+            digits = tenant.to_bytes(GROUP_INDEX_BYTES - 1, "big")
+            self.forget_prefix(digits, lambda key: key[-GROUP_INDEX_BYTES:-1], loss)
 
     def drain_evicted(self, being_stored: Collection[OffloadKey]) -> list[OffloadKey] | None:
         """Return what was evicted and is not back, each once; what is in ``being_stored`` waits for a later call.

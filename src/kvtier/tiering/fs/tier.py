@@ -152,7 +152,8 @@ class FSTier(ThreadedTier[FSNamespace], EvictionReporter, PlaceTier, ProbedTier,
     def poll_purge(self) -> PurgeOutcome | int:
         found = super().poll_purge()
         if isinstance(found, PurgeOutcome):
-            self._namespace.index.forget_prefix(loss=Loss.PURGED)
+            assert self._purge is not None, "it has just ended"
+            self._namespace.index.forget_tenant(self._purge.tenant, Loss.PURGED)
         return found
 
     def wait_indexed(self, timeout_s: float) -> bool:

@@ -163,7 +163,7 @@ class BlockStore(ABC, Generic[S]):
         return False
 
     def on_purged(self) -> None:
-        """Forget what was remembered of blocks: all of them have been removed. Thread: the scheduler's."""
+        """Forget what was remembered of blocks: all of them, or a tenant's, were removed. Thread: the scheduler's."""
 
     def stats(self) -> dict[str, float]:
         """Return counts and gauges by name."""

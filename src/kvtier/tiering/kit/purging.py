@@ -38,9 +38,9 @@ class Removed(NamedTuple):
 
 Batches = Generator[Removed, None, None]
 
-RemoveBlocks = Callable[[str], Batches]
-"""Removes every block of the namespace of this name, a batch for each item. Runs on the purge's thread; it may raise
-KVTierErrors, and is closed when the tier shuts down meanwhile."""
+RemoveBlocks = Callable[[str, int | None], Batches]
+"""Removes every block of the namespace of this name, or of one tenant in it by number, a batch for each item. Runs on
+the purge's thread; it may raise KVTierErrors, and is closed when the tier shuts down meanwhile."""
 
 
 class BackgroundPurge:
@@ -52,27 +52,32 @@ class BackgroundPurge:
     Args:
         tier: the type of the tier, for messages.
         remove: removes the blocks.
+
+    Attributes:
+        tenant: number of the tenant whose blocks the last purge removes; None: all.
     """
 
     def __init__(self, tier: str, remove: RemoveBlocks) -> None:
         self._tier = tier
         self._remove = remove
+        self.tenant: int | None = None
         self._is_stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._num_removed = 0
         self._keys: list[OffloadKey] = []
         self._error = ""
 
-    def begin(self, namespace: str) -> None:
-        """Start to remove the blocks of a namespace.
+    def begin(self, namespace: str, tenant: int | None = None) -> None:
+        """Start to remove the blocks of a namespace, or those of one tenant by its number.
 
         Raises:
             TierError: there is no thread for it.
         """
         assert self._thread is None, "one purge at a time"
         self._num_removed, self._keys, self._error = 0, [], ""
+        self.tenant = tenant
         thread = threading.Thread(
-            target=self._work, args=(namespace,), name=f"kvtier-{self._tier}-purge", daemon=True
+            target=self._work, args=(namespace, tenant), name=f"kvtier-{self._tier}-purge", daemon=True
         )
         try:
             thread.start()
@@ -96,9 +101,9 @@ class BackgroundPurge:
             self._thread.join(timeout_s)
         return self._thread is None or not self._thread.is_alive()
 
-    def _work(self, namespace: str) -> None:
+    def _work(self, namespace: str, tenant: int | None) -> None:
         try:
-            batches = self._remove(namespace)
+            batches = self._remove(namespace, tenant)
             for num_blocks, keys in batches:
                 self._num_removed += num_blocks
                 self._keys += keys[: MAX_KEYS - len(self._keys)]
@@ -113,8 +118,8 @@ class BackgroundPurge:
             self._error = f"{type(error).__name__}: {error}"
 
 
-def remove_from_place(open_place: Callable[[], Place], namespace: str) -> Batches:
-    """Remove every block of a namespace from a place, a batch for each item.
+def remove_from_place(open_place: Callable[[], Place], namespace: str, tenant: int | None = None) -> Batches:
+    """Remove every block of a namespace, or those of one tenant in it, from a place, a batch for each item.
 
     Folders and documents stay: this engine writes on, and so may others.
 
@@ -127,6 +132,8 @@ def remove_from_place(open_place: Callable[[], Place], namespace: str) -> Batche
         try:
             blocks = place.blocks((namespace,))
             while batch := list(islice(blocks, BATCH_BLOCKS)):
+                if tenant is not None:
+                    batch = [block for block in batch if block.tenant == tenant]
                 amount = place.remove(batch, unless_changed=False)
                 yield Removed(amount.num, [block.key for block in batch if block.key is not None])
         finally:

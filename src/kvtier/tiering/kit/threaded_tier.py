@@ -35,6 +35,7 @@ from kvtier.tiering.base import (
     PurgeOutcome,
     ReachableTier,
     SecondaryTierManager,
+    TenantPurger,
     TierSettings,
 )
 from kvtier.tiering.kit.backend import BlockStore
@@ -84,7 +85,9 @@ class ThreadOptions:
     cuts_evenly: bool = False
 
 
-class ThreadedTier(SecondaryTierManager, ReachableTier, BackendPurger, DroppingTier, Generic[S]):
+class ThreadedTier(
+    SecondaryTierManager, ReachableTier, BackendPurger, TenantPurger, DroppingTier, Generic[S]
+):
     """Everything of a tier but the backend.
 
     A tier that knows what it evicts adds ``EvictionReporter`` and keeps blocks of ``keys_being_stored`` for a later
@@ -227,7 +230,7 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, BackendPurger, DroppingT
         try:
             self._block_store.check_reachable()
         except Exception as error:  # noqa: BLE001  # foreign: a client may raise anything; its tier is away
-            failure = self._as_tier_error(error)
+            failure = _as_tier_error(self._name, error)
             self._health.on_failure(failure, num_unanswered=FAILURES_TO_OPEN)
             raise failure from None
 
@@ -254,6 +257,14 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, BackendPurger, DroppingT
         if self._purge is None:
             raise TierError(self._name, "this tier cannot remove all its blocks while its engine runs")
         self._purge.begin(self._namespace_name)
+
+    def begin_tenant_purge(self, tenant: int) -> None:
+        if self._purge is None:
+            raise TierError(self._name, "this tier cannot remove a tenant's blocks while its engine runs")
+        if self._encryption is not None:
+            failure = "names of encrypted blocks tell a running engine no tenant: purge the place with --key-file RING"
+            raise TierError(self._name, failure)
+        self._purge.begin(self._namespace_name, tenant)
 
     def poll_purge(self) -> PurgeOutcome | int:
         assert self._purge is not None, "only a purge that has begun goes on"
@@ -321,7 +332,7 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, BackendPurger, DroppingT
         try:
             held = self._block_store.contains_batch(self._namespace, keys)
         except Exception as error:  # noqa: BLE001  # foreign: as above; it costs these lookups
-            self._health.on_failure(self._as_tier_error(error), num_unanswered=1)
+            self._health.on_failure(_as_tier_error(self._name, error), num_unanswered=1)
             return ()
         self._health.on_success()
         if not held:
@@ -404,14 +415,15 @@ class ThreadedTier(SecondaryTierManager, ReachableTier, BackendPurger, DroppingT
             )
 
     def _failed(self, error: Exception) -> TransferOutcome:
-        self._health.on_failure(self._as_tier_error(error))
+        self._health.on_failure(_as_tier_error(self._name, error))
         return TransferOutcome((), is_fault=True)
 
-    def _as_tier_error(self, error: Exception) -> TierError:
-        """Return the error to log: a foreign one without its text, which may quote a request with a secret in it."""
-        if isinstance(error, TierError):
-            return error
-        return TierError(self._name, f"failed unexpectedly: {describe_foreign(error)}")
+
+def _as_tier_error(tier: str, error: Exception) -> TierError:
+    """Return the error to log: a foreign one without its text, which may quote a request with a secret in it."""
+    if isinstance(error, TierError):
+        return error
+    return TierError(tier, f"failed unexpectedly: {describe_foreign(error)}")
 
 
 _open_tiers: weakref.WeakSet[ThreadedTier[Any]] = weakref.WeakSet()  # Any: of whatever namespace

@@ -212,8 +212,14 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
         self._remove(to_remove)
         return self._count_loaded(keys, failures)
 
-    def remove_all(self, namespace_name: str) -> Batches:
-        """Remove every value of a namespace; see ``remove_namespace``."""
+    def remove_all(self, namespace_name: str, tenant: int | None = None) -> Batches:
+        """Remove every value of a namespace; see ``remove_namespace``.
+
+        Raises:
+            TierError: the values of one tenant are to go.
+        """
+        if tenant is not None:
+            raise TierError("mooncake", "this tier removes only whole namespaces: purge it without --tenant")
         return remove_namespace(self._client, namespace_name)
 
     def drop(self, namespace: MooncakeNamespace, keys: Sequence[OffloadKey]) -> None:

@@ -292,18 +292,26 @@ class SlotTable:
                     self._lost_slots.remove(pin.slot)
                     self._reusable.add_free((pin.slot,))
 
-    def take_blocks(self, namespace_name: str, num: int) -> list[int]:
+    def take_blocks(self, namespace_name: str, num: int, tenant: int | None = None) -> list[int]:
         """Forget up to ``num`` blocks that are not pinned, and return their slots, which ``give_back`` makes free.
 
         Args:
             namespace_name: whose blocks are to go; none when it is not the current one.
-            num: how many.
+            num: how many; without a meaning for one tenant.
+            tenant: number of the tenant whose blocks are to go, all at once, because each call visits those of others;
+                None: anybody's.
         """
         with self._lock:
             if self._namespace is None or self._namespace.identity.name != namespace_name:
                 return []
-            victims = [self._unused.popitem(last=False) for _ in range(min(num, len(self._unused)))]
-            victims += self._epoch.evict(num - len(victims))
+            if tenant is None:
+                victims = [self._unused.popitem(last=False) for _ in range(min(num, len(self._unused)))]
+                victims += self._epoch.evict(num - len(victims))
+            else:
+                unused = [key for key in self._unused if get_offload_tenant(key) == tenant]
+                victims = [(key, self._unused.pop(key)) for key in unused]
+                num_held = 0 if self._tenant_counts is None else self._tenant_counts.num_blocks[tenant]
+                victims += self._epoch.evict(num_held - len(victims), OtherKeys(tenant, ((), ())))
             keys = [key for key, _ in victims]
             if self._evicted is not None:
                 for key in keys:

@@ -189,8 +189,12 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
             finally:
                 opened.slots.complete_load(pins, [pin.key for pin in pins])
 
-    def remove_all(self, namespace_name: str) -> Batches:
+    def remove_all(self, namespace_name: str, tenant: int | None = None) -> Batches:
         """Empty every slot of a namespace that is not pinned, some at a time; no later start finds what was in it.
+
+        Args:
+            namespace_name: the namespace.
+            tenant: number of the tenant whose blocks are to go; None: all.
 
         Raises:
             TierError: some slots could not be emptied: their blocks are not found now, but may be after a restart.
@@ -199,11 +203,13 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
         while not opened.indexer.wait_complete(INDEX_WAIT_S):
             yield Removed(0, [])
         num_failed = 0
-        while slots := opened.slots.take_blocks(namespace_name, BATCH_BLOCKS):
-            failed = [slot for slot in slots if not self._erase_slot(opened, slot)]
-            opened.slots.give_back([slot for slot in slots if slot not in failed], failed)
-            num_failed += len(failed)
-            yield Removed(len(slots) - len(failed), [])
+        while taken := opened.slots.take_blocks(namespace_name, BATCH_BLOCKS, tenant):
+            for begin in range(0, len(taken), BATCH_BLOCKS):
+                slots = taken[begin : begin + BATCH_BLOCKS]
+                failed = [slot for slot in slots if not self._erase_slot(opened, slot)]
+                opened.slots.give_back([slot for slot in slots if slot not in failed], failed)
+                num_failed += len(failed)
+                yield Removed(len(slots) - len(failed), [])
         if num_failed:
             raise TierError(
                 "slab", f"{num_failed} slots of {opened.file.path} could not be emptied: see the log"
