@@ -175,7 +175,7 @@ class TenantUsage:
         return of_disk, sum(excesses.values()) - sum(of_disk.values())
 
     def list_near(self) -> list[int]:
-        """Return who keeps or writes more than half of his quota, the most beyond it first. Thread: any."""
+        """Return which tenants keep or write more than half of their quotas, the most beyond it first. Thread: any."""
         doubled = {number: 2 * num_bytes for number, num_bytes in self._held()[1].items()}
         excesses = self._excesses(doubled)
         return sorted(excesses, key=lambda number: -excesses[number])
