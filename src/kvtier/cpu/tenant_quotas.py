@@ -1,7 +1,7 @@
 """Which blocks leave host memory first where tenants have quotas; the policy decides only among those.
 
-A quota is a limit where room is short, and no reservation: while slots are free every tenant may take them. When a store
-needs room, three kinds of blocks are taken, in this order:
+A quota is a limit where room is short, and no reservation: while slots are free every tenant may take them. When a
+store needs room, three kinds of blocks are taken, in this order:
 
     1. as far as the store brings its own tenant beyond the quota: blocks of that tenant
     2. of other tenants that are beyond theirs: as many as they are beyond it

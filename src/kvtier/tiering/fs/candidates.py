@@ -2,7 +2,8 @@
 
 A walk keeps the files that were used longest ago, and where tenants have quotas also the oldest of each tenant that
 keeps more than half of its quota. Of several tenants beyond their quotas the one that is most beyond gives next, each
-only until it keeps its quota. What a tenant is still writing beyond its quota takes the place of no other tenant's block.
+only until it keeps its quota. What a tenant is still writing beyond its quota takes the place of no other tenant's
+block.
 """
 
 import heapq

@@ -60,10 +60,10 @@ class TenantCounts:
         return max(0, self.num_blocks[number] + num_new - quota_bytes // self._block_bytes)
 
     def rank_beyond(self, added: Iterable[OffloadKey]) -> tuple[list[tuple[int, int]], int]:
-        """Return who gives first where a store needs room: tenants beyond their quotas, and by how many blocks. Pure.
+        """Return which tenants beyond their quotas give first where a store needs room, and by how many blocks. Pure.
 
-        Those of ``added`` stand first, then who is most beyond. The second value is how many of ``added`` bring a
-        tenant beyond its quota: these take the place of no other tenant's block.
+        Those of ``added`` stand first, then the tenant that is most beyond. The second value is how many of ``added``
+        bring a tenant beyond its quota: these take the place of no other tenant's block.
         """
         num_added = Counter(map(get_offload_tenant, added))
         storing = [(number, self.excess_blocks(number, num)) for number, num in num_added.items()]
