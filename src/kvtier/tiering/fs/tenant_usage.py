@@ -1,8 +1,8 @@
 """How many bytes each tenant keeps in a directory that several processes share, where tenants have quotas.
 
 A table in the directory has what is on the disk, by tenant. Each process keeps its own changes in memory and adds them
-to the table about once a second, before it evicts, and when it ends; a store pays for no file. What is being written
-counts in its own process alone. A recount takes what a walk found and adds what changed in the table meanwhile.
+to the table about once a second, before it evicts, and when it ends; a store writes no file for it. What is being
+written counts in its own process alone. A recount takes what a walk found and adds what changed in the table meanwhile.
 
 The table decides only whose blocks leave first, never how much is stored. It may be wrong by what a killed process did
 in its last second, or by what was written during a recount, until the next recount.
