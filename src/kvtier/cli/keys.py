@@ -1,7 +1,7 @@
-"""``kvtier keys``: make a key ring, add keys to it, drop a tenant's, and prove that his blocks cannot be read.
+"""``kvtier keys``: make a key ring, add keys to it, drop a tenant's, and prove that its blocks cannot be read.
 
 A proof reads every block of a place and tries each key of the ring on those of the tenant: those whose keyed name says
-so, and those whose header names a dropped entry of his.
+so, and those whose header names a dropped entry of its own.
 """
 
 import json
@@ -149,7 +149,7 @@ class Proof:
     Args:
         opener: the ring's keys.
         tenant: whose blocks.
-        dropped: numbers of his entries that were dropped.
+        dropped: numbers of its entries that were dropped.
 
     Attributes:
         num_blocks: blocks of the tenant.

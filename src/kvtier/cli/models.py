@@ -1,8 +1,8 @@
-"""``kvtier models``: which models of transformers are served rightly, tried one by one.
+"""``kvtier models``: which models of transformers are served correctly, tried one by one.
 
 Each model is built and tried in a process of its own, so that one that crashes, hangs or takes all memory costs its own
-row. The processes are forked from one that has imported transformers already. The models are tiny and seeded; a model
-of one's own is loaded from its folder.
+row. The processes are forked from one that has imported transformers already. The models are tiny and seeded; the
+user's own model is loaded from its folder.
 """
 
 import json
@@ -48,7 +48,7 @@ def models(
 ) -> None:
     """Try which models of transformers are served, and from which tiers, with the answers of plain generate.
 
-    Exit status: 1 when the model of ``--model`` is not served rightly.
+    Exit status: 1 when the model of ``--model`` is not served correctly.
 
     Raises:
         UnknownNameError: transformers has no such architecture.

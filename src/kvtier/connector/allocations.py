@@ -1,4 +1,4 @@
-"""What a step of the engine says of device blocks beside the block tables: which are written to, and which hold states.
+"""What an engine's step tells about device blocks beside the block tables: which are written to, and which hold states.
 
 An engine may say which device blocks hold a recurrent state after the step, because a block table does not.
 """

@@ -83,7 +83,7 @@ class SchedulerCounters:
         failed_store_jobs: stores that failed on a worker or became void.
         refused_stores: offers for which the manager had no room.
         flushed_store_jobs: stores that had to end before a device block was written again.
-        unknown_tenant_requests: requests that name no tenant whom the engine serves.
+        unknown_tenant_requests: requests that name no tenant that the engine serves.
         loaded_tokens: tokens of loads that ended well, by the tier they came from.
         not_loaded_tokens: tokens that were found and computed because that is faster, by the tier that has them.
     """

@@ -1,4 +1,4 @@
-"""How much of a request may be loaded and stored, as its client and the settings have it.
+"""How much of a request may be loaded and stored, by its client and by the settings.
 
 A client says so in ``kv_transfer_params``:
 

@@ -1,6 +1,6 @@
 """Finds the tenant of each arriving request, and warns once where vLLM does not keep two of them apart.
 
-Under vLLM ``cache_salt`` alone separates tenants on the device. A request shows its own, so two tenants who send the
+Under vLLM ``cache_salt`` alone separates tenants on the device. A request shows its own, so two tenants that send the
 same one are seen here.
 """
 

@@ -1,4 +1,4 @@
-"""When blocks in host memory have to go, whatever their use: their time to live counts from the end of their store.
+"""When blocks in host memory end, whatever their use: their time to live counts from the end of their store.
 
 Blocks are kept in the order of their stores, which is that of their ends: a look at the oldest tells whether any is
 over. A block that is pinned when its time ends stays until its transfers have ended; a lease ends with the block.

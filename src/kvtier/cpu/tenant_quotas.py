@@ -1,14 +1,14 @@
 """Which blocks leave host memory first where tenants have quotas; the policy decides only among those.
 
-A quota is a limit where room is short, and no reservation: while slots are free everybody may take them. When a store
-needs room, three kinds of blocks are taken, in this order:
+A quota is a limit where room is short, and no reservation: while slots are free every tenant may take them. When a
+store needs room, three kinds of blocks are taken, in this order:
 
-    1. as far as the store brings its own tenant beyond his quota: blocks of that tenant
-    2. of other tenants who are beyond theirs: as many as they are beyond it
+    1. as far as the store brings its own tenant beyond the quota: blocks of that tenant
+    2. of other tenants that are beyond theirs: as many as they are beyond it
     3. for a store within its tenant's quota: any
 
-A store that would need blocks of the third kind to bring its tenant beyond his quota is refused: he has nothing idle
-left himself, and those within their quotas do not pay for it.
+A store that would need blocks of the third kind to bring its tenant beyond its quota is refused: it has nothing idle
+left itself, and those within their quotas do not pay for it.
 """
 
 from collections.abc import Collection
@@ -139,7 +139,7 @@ class TenantBlocks(BlockListener):
             raise InvariantError(f"tenants have {len(found)} blocks, {len(held)} are held")
 
     def _excess(self, number: int, num_new: int = 0) -> int:
-        """Return by how many blocks a tenant is beyond his quota with so many new ones; 0 when he is not. Pure."""
+        """Return by how many blocks a tenant is beyond its quota with so many new ones; 0 when it is not. Pure."""
         quota_bytes = self._tenants.quota_of(number, HOST)
         if quota_bytes is None:
             return 0

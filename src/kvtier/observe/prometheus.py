@@ -54,8 +54,8 @@ class PageHandler(WSGIRequestHandler):
 class PageServer(ThreadingMixIn, WSGIServer):
     """A thread for each connection, of which there are ``MAX_CLIENTS`` at most.
 
-    Who can connect needs no leave to, so one more connection ends the oldest: clients that send half a request can
-    neither use up the process's descriptors nor keep Prometheus out. ``_lock`` guards the connections.
+    Who can connect needs no leave to, so one more connection ends the oldest: clients that send half a request
+    use up no descriptors of the process, and hold the page until the next ones come. ``_lock`` guards the connections.
 
     Args:
         host: the address to listen on.

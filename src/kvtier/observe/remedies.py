@@ -98,8 +98,8 @@ UNKNOWN_TENANT_REMEDY = (
 )
 
 NO_KEY_REMEDY = (
-    "The ring of the encrypted tier has no key for the tenant: his was dropped, or he never had one. "
-    "kvtier keys list shows the ring, kvtier keys rotate --tenant gives him a key."
+    "The ring of the encrypted tier has no key for the tenant: its key was dropped, or it never had one. "
+    "kvtier keys list shows the ring, kvtier keys rotate --tenant gives it a key."
 )
 
 FIELD_REMEDIES = (

@@ -175,7 +175,8 @@ class ModelShape:
     def stored_bytes_per_token(self, tensor_parallel_size: int) -> int:
         """Return the bytes of a token that all workers of an engine store together. Pure.
 
-        Each worker stores what it holds: a latent, or a KV head that several workers hold, is stored by each of them.
+        Each worker is counted with what it holds: a latent, or a KV head that several workers hold, once for each. That
+        is the most an engine stores: with secondary tiers kvtier keeps such bytes once under vLLM.
 
         Raises:
             ConfigError: so many workers cannot divide the KV heads evenly.

@@ -1,4 +1,4 @@
-"""Which tenant of requests a block in a place is of, also where it is encrypted and the key ring is given.
+"""The tenant of requests that a block in a place belongs to; of an encrypted block with the key ring.
 
 The name of a plain block tells its tenant's number. The name of an encrypted one is a keyed permutation of the same
 bytes: with the ring's secret they come back. Another ring gives random bytes. So the number of the KV group, which

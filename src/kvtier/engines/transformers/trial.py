@@ -1,4 +1,4 @@
-"""Tries whether a model is served rightly: computed, from the device, from host memory and from a disk after a restart.
+"""Tries whether a model is served correctly: computed, from the device, from host memory, from a disk after a restart.
 
 Each answer is compared with the one of plain ``model.generate``, token by token. The prompt is random: a text would
 repeat itself, and a model that looks at its last tokens alone would pass.

@@ -1,8 +1,9 @@
 """Which files of a directory leave first: of tenants beyond their quotas, then what was used longest ago.
 
-A walk keeps the files that were used longest ago, and where tenants have quotas also the oldest of each tenant who
-keeps more than half of his. Of several tenants beyond their quotas the one who is most beyond gives next, each only
-until he keeps his quota. What a tenant is still writing beyond his quota takes the place of no other tenant's block.
+A walk keeps the files that were used longest ago, and where tenants have quotas also the oldest of each tenant that
+keeps more than half of its quota. Of several tenants beyond their quotas the one that is most beyond gives next, each
+only until it keeps its quota. What a tenant is still writing beyond its quota takes the place of no other tenant's
+block.
 """
 
 import heapq
@@ -69,7 +70,7 @@ class Candidates:
         return not self._oldest
 
     def is_lacking(self) -> bool:
-        """Return whether a tenant is beyond his quota, of whose blocks none is known."""
+        """Return whether a tenant is beyond its quota, of whose blocks none is known."""
         return self._of_tenants is not None and self._of_tenants.is_lacking()
 
     def pop(self, wanted_bytes: int, *, may_walk: bool) -> BlockFile | None:
@@ -77,7 +78,7 @@ class Candidates:
 
         Args:
             wanted_bytes: what has to go, this one included.
-            may_walk: whether a walk can find the blocks of a tenant who is beyond his quota, when none is known.
+            may_walk: whether a walk can find the blocks of a tenant that is beyond its quota, when none is known.
         """
         if self._of_tenants is not None:
             block = self._of_tenants.pop()

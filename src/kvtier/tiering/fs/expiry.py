@@ -1,4 +1,4 @@
-"""Removes the files of blocks whose time to live is over, whosever they are: a directory has one retention.
+"""Removes the files of blocks whose time to live is over, of all engines: a directory has one retention.
 
 A file's time of modification is that of its store. Tiers with a lifetime note uses in the time of access alone, so that
 no use makes a block younger, and evict by the later of the two. Without a lifetime nothing of this is called.
@@ -94,7 +94,7 @@ class BlockExpiry:
             try:
                 removed_bytes = remove(block)
             except OSError:
-                continue  # another user's: his own tier removes it
+                continue  # another user's: that user's tier removes it
             num_blocks += removed_bytes > 0
             num_bytes += removed_bytes
             if namespace_of(block.path) == own_namespace:

@@ -1,8 +1,8 @@
 """How many bytes each tenant keeps in a directory that several processes share, where tenants have quotas.
 
 A table in the directory has what is on the disk, by tenant. Each process keeps its own changes in memory and adds them
-to the table about once a second, before it evicts, and when it ends; a store pays for no file. What is being written
-counts in its own process alone. A recount takes what a walk found and adds what changed in the table meanwhile.
+to the table about once a second, before it evicts, and when it ends; a store writes no file for it. What is being
+written counts in its own process alone. A recount takes what a walk found and adds what changed in the table meanwhile.
 
 The table decides only whose blocks leave first, never how much is stored. It may be wrong by what a killed process did
 in its last second, or by what was written during a recount, until the next recount.
@@ -175,7 +175,7 @@ class TenantUsage:
         return of_disk, sum(excesses.values()) - sum(of_disk.values())
 
     def list_near(self) -> list[int]:
-        """Return who keeps or writes more than half of his quota, the most beyond it first. Thread: any."""
+        """Return which tenants keep or write more than half of their quotas, the most beyond it first. Thread: any."""
         doubled = {number: 2 * num_bytes for number, num_bytes in self._held()[1].items()}
         excesses = self._excesses(doubled)
         return sorted(excesses, key=lambda number: -excesses[number])

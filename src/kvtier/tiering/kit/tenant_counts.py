@@ -1,4 +1,4 @@
-"""How many blocks of a tier belong to which tenant of requests, and who is beyond his quota, where there are tenants.
+"""How many blocks of a tier belong to which tenant of requests, and which is beyond its quota, where there are tenants.
 
 A tier that has its blocks in memory counts them here as they come and go; the tier's own lock guards the counts. Labels
 are the listed names and two more, so a client cannot make new ones.
@@ -53,17 +53,17 @@ class TenantCounts:
         self.num_blocks.clear()
 
     def excess_blocks(self, number: int, num_new: int = 0) -> int:
-        """Return by how many blocks a tenant is beyond his quota with so many new ones; 0 when he is not. Pure."""
+        """Return by how many blocks a tenant is beyond its quota with so many new ones; 0 when it is not. Pure."""
         quota_bytes = self._tenants.quota_of(number, self._tier)
         if quota_bytes is None:
             return 0
         return max(0, self.num_blocks[number] + num_new - quota_bytes // self._block_bytes)
 
     def rank_beyond(self, added: Iterable[OffloadKey]) -> tuple[list[tuple[int, int]], int]:
-        """Return who gives first where a store needs room: tenants beyond their quotas, and by how many blocks. Pure.
+        """Return which tenants beyond their quotas give first where a store needs room, and by how many blocks. Pure.
 
-        Those of ``added`` stand first, then who is most beyond. The second value is how many of ``added`` bring a
-        tenant beyond his quota: these take the place of no other tenant's block.
+        Those of ``added`` stand first, then the tenant that is most beyond. The second value is how many of ``added``
+        bring a tenant beyond its quota: these take the place of no other tenant's block.
         """
         num_added = Counter(map(get_offload_tenant, added))
         storing = [(number, self.excess_blocks(number, num)) for number, num in num_added.items()]

@@ -2,7 +2,7 @@
 
 The slot table drops a block that is over when it is looked up, and the oldest of them when a store needs slots. Its
 bytes stay in the slot until that is written again, but no later start finds them. Without a lifetime nothing of this is
-called, and the header page has no time; a block without one is over where there is a lifetime.
+called, and the header page has no time. Where there is a lifetime, a block without a time is over.
 """
 
 import struct

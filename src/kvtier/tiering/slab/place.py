@@ -4,7 +4,7 @@ The owner of the file writes its slots at any time, header and row with one call
 other. The newest header says from which generation on writes had not ended when it was written. While the file has an
 owner, a slot of that generation or a later one that is not whole is being written; an older one is damaged.
 
-Slots are emptied by their owner alone, since he knows by heart what they hold: while an engine has the file this
+Slots are emptied by their owner alone, because it keeps in memory what they hold: while an engine has the file this
 refuses. Two that empty slots wait for each other with a lock of their own, which engines do not take.
 """
 
