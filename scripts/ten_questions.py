@@ -78,7 +78,9 @@ QUESTIONS = (
         "Which tenant holds what?",
         "kvtier inspect FOLDER/fs | grep tenant",
         ("no tenant: 40 blocks", "tenant TENANT: 8 blocks"),
-        "`--json` has the same by namespace. A tag is made from the tenant's `tenant_salt`: "
+        "`--json` has the same by namespace. Tenants of one engine (the setting "
+        "[`tenants`](tenants.md#counting-and-purging)) are counted by their numbers, with `--config FILE` under their "
+        "names. A tag is made from the tenant's `tenant_salt`: "
         "`python -c 'from kvtier.namespace import tag_tenant; print(tag_tenant(input()))'`.",
     ),
     Question(
@@ -87,7 +89,9 @@ QUESTIONS = (
         ("removed 8 blocks",),
         "Engines that use the directory see misses, and go on. What an engine of that tenant has in its "
         "own host memory goes with "
-        "`kvtier purge --instance ID --all`.",
+        "`kvtier purge --instance ID --all`. `--tenant` also takes the name of a "
+        "[tenant of one engine](tenants.md#counting-and-purging); its blocks in that engine's host memory stay until "
+        "they are evicted, or their `ttl_s` ends.",
     ),
     Question(
         "Is the disk healthy?",

@@ -355,7 +355,9 @@ class ConnectorDriver:
         if not (self.is_ideal and is_roomy and self._stores_everything):
             return
         for request in self.requests[-6:]:
-            is_computed = request.num_tokens > request.num_prompt_tokens
+            # Not by the tokens of its answer: one that was pre-empted across a reset has them and may have been aborted
+            # before its prompt was computed again.
+            is_computed = request.num_computed >= request.num_prompt_tokens
             is_whole = is_computed and request.is_whole and request.epoch == self.engine.num_resets
             if is_whole and not request.was_refused and not request.kv_transfer_params:
                 self._check_found(request)
