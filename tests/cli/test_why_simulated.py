@@ -37,8 +37,8 @@ def test_a_host_that_is_too_small_is_named_with_what_to_do(
     printed = capsys.readouterr().out
     rows = [line.split() for line in printed.splitlines()]
     assert "3 requests of a simulation of trace.jsonl, 6,144 prompt tokens" in printed
-    assert ["evicted", "host", "1,536", "25.0%", "1"] in rows
-    assert "- 1,536 tokens had left host when they were asked for again, 60 s later (median)" in printed
+    assert ["evicted", "host", "2,047", "33.3%", "1"] in rows
+    assert "- 2,047 tokens had left host when they were asked for again, 60 s later (median)" in printed
     assert "Give the tier more room" in printed
     assert "For example request 2: ago_s 60" in printed
 
@@ -47,7 +47,7 @@ def test_a_host_that_is_large_enough_is_an_origin(trace: Path, capsys: pytest.Ca
     assert main(["why", "--simulate", str(trace), *SIZES[:-1], "1GiB", "--json"]) == 0
 
     found = json.loads(capsys.readouterr().out)
-    assert found["origins"] == {"host": 1536}
+    assert found["origins"] == {"host": 2047}
     assert "--simulate" in found["command"]
     assert {row["cause"] for row in found["causes"]} == {"never_seen", "partial_block"}
 

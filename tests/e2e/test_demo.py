@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.servers import require_mooncake
 from tests.tiering.patience import be_patient
-from transformers import MambaConfig, MambaForCausalLM
+from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
 from kvtier.cli.demo.servers.program import is_free
 from kvtier.cli.main import main
@@ -159,8 +159,8 @@ def test_a_local_model_takes_the_place_of_the_random_one(tmp_path: Path, place: 
 def test_a_model_without_a_kv_cache_is_one_line_and_leaves_nothing(
     tmp_path: Path, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=256, state_size=4)
-    MambaForCausalLM(config).save_pretrained(tmp_path / "model")
+    config = OpenAIGPTConfig(n_embd=32, n_layer=1, n_head=2, vocab_size=256)
+    OpenAIGPTLMHeadModel(config).save_pretrained(tmp_path / "model")
     capsys.readouterr()
 
     status = main(["demo", *TINY_CONVERSATIONS, "--model", str(tmp_path / "model")])

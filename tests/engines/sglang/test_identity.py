@@ -15,7 +15,7 @@ pytest.importorskip("sglang.srt.mem_cache.hicache_storage", reason="needs SGLang
 from tests.engines.sglang.conftest import CONFIG, MakeConfig, MakeStorage, key_of
 from tests.engines.sglang.pools import HeadsPool, LatentPool, SmallPool
 
-from kvtier.engines.sglang import KVTierStorage
+from kvtier.engines.sglang import KVTierStorage, identity
 from kvtier.engines.sglang.identity import CONTEXT_MODULE
 from kvtier.errors import ConfigError, FingerprintError
 
@@ -41,6 +41,13 @@ def stored(make_storage: MakeStorage) -> HeadsPool:
 
 def test_another_start_of_the_same_finds_them(stored: HeadsPool, make_storage: MakeStorage) -> None:
     assert count_found(make_storage(HeadsPool()), stored) == HAS_ALL
+
+
+def test_another_release_of_sglang_finds_none(
+    stored: HeadsPool, make_storage: MakeStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity, "version", lambda _: "9.9.9")
+    assert count_found(make_storage(HeadsPool()), stored) == 0
 
 
 def rewrite(name: str, content: str | bytes) -> Callable[[Path], None]:

@@ -12,6 +12,7 @@ import os
 import sys
 import uuid
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ CONTEXT_MODULE = "sglang.srt.runtime_context"
 EFFECTIVE_ARGUMENTS = (
     "json_model_override_args", "dtype", "quantization", "quantization_param_path", "kv_cache_dtype", "context_length",
     "model_impl", "load_format", "attention_backend", "prefill_attention_backend", "decode_attention_backend",
-    "mamba_ssm_dtype", "speculative_algorithm", "speculative_draft_kv_cache_dtype",
+    "mamba_ssm_dtype", "speculative_algorithm", "speculative_draft_kv_cache_dtype", "device",
 )  # fmt: skip
 """Arguments of SGLang's that change the bytes of pages, as far as its files of 0.5.23 tell."""
 
@@ -91,7 +92,7 @@ def make_model_identity(settings: SGLangSettings, storage_config: HiCacheStorage
     draft = getattr(engine, "speculative_draft_model_path", None)
     if draft:
         revisions.append(f"draft {_fingerprint(_require_folder(str(draft), 'draft model'), is_loaded=True)}")
-    words: dict[str, object] = {"config": read_model_config(place), "sglang": arguments}
+    words: dict[str, object] = {"config": read_model_config(place), "sglang": arguments, "release": read_release()}
     if settings.adapters_revision is not None:
         words["adapters"] = settings.adapters_revision
     canonical = json.dumps(words, sort_keys=True, default=str)
@@ -175,6 +176,14 @@ def find_engine_arguments() -> object | None:
     except ValueError:  # no engine has started in this process
         return None
     return found
+
+
+def read_release() -> str:
+    """Return the release of SGLang, whose kernels may round otherwise than another's; "" where no package says it."""
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return ""
 
 
 def read_arguments(engine: object | None) -> dict[str, object]:
