@@ -90,8 +90,8 @@ QUESTIONS = (
         "Engines that use the directory see misses, and go on. What an engine of that tenant has in its "
         "own host memory goes with "
         "`kvtier purge --instance ID --all`. `--tenant` also takes the name of a "
-        "[tenant of one engine](tenants.md#counting-and-purging); its blocks in that engine's host memory stay until "
-        "they are evicted, or their `ttl_s` ends.",
+        "[tenant of one engine](tenants.md#counting-and-purging); what it has in that engine goes with "
+        "`kvtier purge --instance ID --tenant NAME`.",
     ),
     Question(
         "Is the disk healthy?",
