@@ -92,7 +92,11 @@ def make_model_identity(settings: SGLangSettings, storage_config: HiCacheStorage
     draft = getattr(engine, "speculative_draft_model_path", None)
     if draft:
         revisions.append(f"draft {_fingerprint(_require_folder(str(draft), 'draft model'), is_loaded=True)}")
-    words: dict[str, object] = {"config": read_model_config(place), "sglang": arguments, "release": read_release()}
+    words: dict[str, object] = {
+        "config": read_model_config(place),
+        "sglang": arguments,
+        "release": read_release(),
+    }
     if settings.adapters_revision is not None:
         words["adapters"] = settings.adapters_revision
     canonical = json.dumps(words, sort_keys=True, default=str)
