@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import pytest
 from tests.own_classes import write_package
+from tests.servers import require_mooncake
 from tests.tiering.tenant_driver import config_of_tenants
 
 from kvtier.config import OffloadingConfig
@@ -29,6 +30,8 @@ def test_other_keys_are_constructor_arguments_and_common_ones_become_settings() 
 
 @pytest.mark.parametrize("name", ["example", "valkey", "obj", "mooncake"])
 def test_a_quota_in_a_tier_that_keeps_none_is_refused_before_the_tier_is_built(name: str) -> None:
+    if name == "mooncake":
+        require_mooncake()
     config = config_of_tenants(name, {"alice": 2**20})
     with pytest.raises(ConfigError, match=f"tier '{name}' keeps no quotas"):
         require_quotas(name, TIERS.resolve(name), config.settings)
