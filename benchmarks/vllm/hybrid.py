@@ -110,7 +110,7 @@ def measure(engine: EngineProcess, num_tokens: int, source: str, num_rounds: int
 
 def make_page(times: Mapping[int, Times], machine: Mapping[str, object]) -> str:
     """Return the results as a page in Markdown. Pure."""
-    facts = ", ".join(f"{name} {value}" for name, value in machine.items())
+    facts = [f"| {name} | {value} |" for name, value in machine.items()]
     lines = [
         "# First token of a hybrid",
         "",
@@ -129,7 +129,7 @@ def make_page(times: Mapping[int, Times], machine: Mapping[str, object]) -> str:
             ratio = middle / computed_s
             spread = f"{1e3 * low:.1f} to {1e3 * high:.1f}"
             lines.append(f"| {num_tokens:,} | {name} | {1e3 * middle:.1f} | {spread} | {ratio:.2f} |")
-    return "\n".join([*lines, "", f"Machine: {facts}.", ""])
+    return "\n".join([*lines, "", "| machine | |", "|---|---|", *facts, ""])
 
 
 def run(lengths: Sequence[int], num_rounds: int, folder: Path) -> dict[int, Times]:

@@ -13,4 +13,4 @@ def test_the_page_has_each_length_and_origin_with_its_share_of_computing() -> No
     assert [row.split(" | ")[1] for row in rows] == list(NAMES.values())
     assert rows[0] == "| 2,000 | computed | 500.0 | 400.0 to 600.0 | 1.00 |"
     assert rows[2] == "| 2,000 | host memory | 200.0 | 200.0 to 200.0 | 0.40 |"
-    assert page.endswith("Machine: cores 2.\n")
+    assert page.endswith("| machine | |\n|---|---|\n| cores | 2 |\n")
