@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -88,6 +89,10 @@ def crash(_subject: Subject, _answer: Connection) -> None:
     os._exit(9)
 
 
+def hang(_subject: Subject, _answer: Connection) -> None:
+    signal.pause()
+
+
 def fail_to_build(_subject: Subject) -> Trial:
     raise ModelError("no such thing")
 
@@ -102,7 +107,8 @@ def test_a_crash_costs_its_own_row_and_the_others_stay(monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_a_trial_that_hangs_is_ended() -> None:
+def test_a_trial_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "run_one", hang)
     (row,) = try_all([Subject(model_type="llama")], 1, max_trial_s=0.0)
     assert (row.outcome, row.reason) == (Outcome.FAILED, "had not ended after 0 s")
 

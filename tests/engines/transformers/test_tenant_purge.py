@@ -1,4 +1,4 @@
-"""A purge of one tenant leaves an embedded engine nothing of his, and everything of others."""
+"""A purge of one tenant leaves an embedded engine nothing of it, and everything of others."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,7 @@ MakeEngine = Callable[..., KVTierEngine]
 
 
 @pytest.mark.parametrize("kind", ["fs", "slab", "obj", "example"])
-def test_a_purged_tenant_computes_his_prompts_and_others_load_theirs(
+def test_a_purged_tenant_computes_its_prompts_and_others_load_theirs(
     llama: LlamaForCausalLM,
     prompt: list[int],
     make_engine: MakeEngine,

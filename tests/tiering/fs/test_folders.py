@@ -2,13 +2,16 @@
 
 import os
 import stat
+import threading
 from pathlib import Path
 
 import pytest
+from tests.tiering.fs.conftest import HANG_GUARD_S, StartTier
 
 from kvtier.namespace import Namespace
 from kvtier.testing.tier_suite import key_of
 from kvtier.tiering.fs import folders
+from kvtier.tiering.fs import store as fs_store
 from kvtier.tiering.fs.folders import (
     EMPTY_FOLDER_TTL_S,
     FSNamespace,
@@ -152,3 +155,30 @@ def test_a_folder_is_not_made_on_the_way_to_another(tmp_path: Path) -> None:
         folders.make_folder(tmp_path / "removed meanwhile" / "folder", 0o600)
 
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_block_that_another_thread_stores_in_a_folder_just_made_is_no_deletion(
+    start_tier: StartTier, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_made, may_go_on = threading.Event(), threading.Event()
+
+    def make_and_wait(root: Path, namespace: FSNamespace, path: str, mode: int, owner_name: str) -> bool:
+        answer = make_block_folder(root, namespace, path, mode, owner_name)
+        is_made.set()
+        assert may_go_on.wait(HANG_GUARD_S)
+        return answer
+
+    driver = start_tier(num_threads=2)
+    first, second = 1, 2  # in one folder, which is called as the first byte of their keys
+    with monkeypatch.context() as patch:
+        patch.setattr(fs_store, "make_block_folder", make_and_wait)
+        job = driver.submit([first], [0], is_promotion=False)
+        assert is_made.wait(HANG_GUARD_S)
+        assert driver.store([second], [1]).success
+        may_go_on.set()
+        assert driver.wait(job).success
+
+    assert driver.lookup(first)
+    assert driver.lookup(second)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == []
+    assert driver.tier.stats()["evicted_blocks"] == 0

@@ -129,10 +129,8 @@ def check_states(cache_config: CacheConfig) -> None:
         ConfigError: one is set; the message has the flag.
     """
     mode = getattr(cache_config, "mamba_cache_mode", ALIGNED)
-    if mode not in (
-        ALIGNED,
-        "none",
-    ):  # "none" is that of models without states; a group in it is refused by itself
+    # "none" is that of models without states; a group in it is refused by itself.
+    if mode not in (ALIGNED, "none"):
         remedy = f"does not keep recurrent states where kvtier finds them: {ALIGN_REMEDY}"
         raise ConfigError("mamba_cache_mode", mode, remedy)
     for name in ("use_replayssm", "use_kda_recoverssm"):

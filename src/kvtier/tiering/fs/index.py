@@ -91,26 +91,39 @@ class KeyIndex:
         if self._losses is not None:
             self._losses.report(lost, loss)
 
-    def forget_prefix(
-        self, prefix: bytes = b"", name: Callable[[OffloadKey], bytes] = bytes, loss: Loss = Loss.REMOVED
-    ) -> int:
-        """Remove the keys of blocks whose files were removed; return their number.
-
-        No tier reports these blocks as one that evicts them does: they count as evicted by this process.
+    def find_prefix(
+        self, prefix: bytes = b"", name: Callable[[OffloadKey], bytes] = bytes
+    ) -> list[OffloadKey]:
+        """Return the keys of the blocks whose names begin with ``prefix``.
 
         Args:
             prefix: what the names of the blocks begin with.
             name: what a block is called; its key where blocks are plain.
-            loss: why they are gone.
         """
         with self._lock:
             known = list(self._keys)
-        removed = iter([key for key in known if name(key).startswith(prefix)] if prefix else known)
-        num_removed = 0
+        return [key for key in known if name(key).startswith(prefix)] if prefix else known
+
+    def forget(self, keys: Iterable[OffloadKey], loss: Loss = Loss.REMOVED) -> None:
+        """Remove the keys of blocks whose files were removed.
+
+        No tier reports these blocks as one that evicts them does: they count as evicted by this process.
+
+        Args:
+            keys: the blocks.
+            loss: why they are gone.
+        """
+        removed = iter(keys)
         while batch := list(islice(removed, BATCH_KEYS)):
             self.evict(batch, loss)
-            num_removed += len(batch)
-        return num_removed
+
+    def forget_prefix(
+        self, prefix: bytes = b"", name: Callable[[OffloadKey], bytes] = bytes, loss: Loss = Loss.REMOVED
+    ) -> int:
+        """Remove the keys that ``find_prefix`` finds, as ``forget`` does; return their number."""
+        found = self.find_prefix(prefix, name)
+        self.forget(found, loss)
+        return len(found)
 
     def forget_tenant(self, tenant: int | None, loss: Loss) -> None:
         """Remove the keys of a tenant's blocks, of all for None, as ``forget_prefix`` does."""

@@ -437,6 +437,8 @@ class BlockWriter:
         directory = self._directory
         answer: bool | OSError = FileNotFoundError()
         for _ in range(FOLDER_ATTEMPTS):
+            # Before the folder is made: afterwards other threads store blocks in it, which nothing has removed.
+            was_known, known = namespace.list_known(key)
             try:
                 is_made = make_block_folder(
                     directory.root, namespace, path, directory.file_mode, self._owner_name
@@ -447,7 +449,7 @@ class BlockWriter:
             except OSError as error:
                 return error
             if is_made:
-                self._on_folder_made(namespace, key, path)
+                self._on_folder_made(namespace, key, path, known, was_known=was_known)
             (answer,) = self._files.publish([file])
             # With a recycled file it may be that file which is missing: the block gets another target then.
             if recycled_path is not None or not isinstance(answer, FileNotFoundError):
@@ -467,14 +469,16 @@ class BlockWriter:
             namespace.synced_folders.add(prefix)
         return True
 
-    def _on_folder_made(self, namespace: FSNamespace, key: OffloadKey, path: str) -> None:
+    def _on_folder_made(
+        self, namespace: FSNamespace, key: OffloadKey, path: str, known: list[OffloadKey], *, was_known: bool
+    ) -> None:
         """Forget the blocks of a folder that this process knew and had to make again: it was removed."""
         prefix = namespace.folder_prefix(key)
-        was_known = prefix in namespace.known_folders
         namespace.synced_folders.discard(prefix)
         namespace.unlinked_folders.add(prefix)
         namespace.known_folders.add(prefix)
-        if namespace.index.forget_prefix(prefix, namespace.format.name):
+        namespace.index.forget(known)
+        if known:
             self._evictor.deletions.on_deleted(path.rpartition("/")[0])
         elif was_known:
             self._evictor.deletions.on_deleted(None)  # perhaps only as an empty folder, which evictors remove
@@ -491,8 +495,6 @@ class BlockWriter:
         if recycled_path is not None and isinstance(answer, FileNotFoundError):
             # The folder was there a moment ago, so the recycled file is gone: another host has taken us for dead.
             return StoreOutcome.NO_RECYCLED
-        if not isinstance(
-            answer, FileNotFoundError
-        ):  # the evictor logs folders that were removed under the tier
+        if not isinstance(answer, FileNotFoundError):  # the evictor logs folders that were removed
             self._outage.on_failure("store", f"a block was not stored: {answer}")
         return StoreOutcome.FAILED
