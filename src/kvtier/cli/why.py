@@ -72,6 +72,8 @@ def why(
     hints: options.Hints = options.DEFAULT_HINTS,
     hint_noise: options.HintNoiseText = "",
     kv_bytes: options.KVBytes = options.DEFAULT_KV_BYTES,
+    state_bytes: options.StateBytes = None,
+    state_interval: options.StateInterval = None,
     prefill: options.Prefill = None,
     decode: options.Decode = options.DEFAULT_DECODE,
     max_running: options.MaxRunning = options.DEFAULT_MAX_RUNNING,
@@ -91,7 +93,9 @@ def why(
         path = None if source is None else Path(source)
         name, trace = open_trace(path, trace_format, example, seed, requests)
         device_size, host_size = choose_memory(example, device, host)
-        engine_options = EngineOptions(device_size, kv_bytes, max_running, prefill, decode)
+        engine_options = EngineOptions(
+            device_size, kv_bytes, max_running, prefill, decode, state_bytes, state_interval
+        )
         host_options = HostOptions(
             host_size, tier, tier_setting, policy, store_threshold, load_if, hints, hint_noise
         )

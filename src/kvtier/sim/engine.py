@@ -6,6 +6,8 @@ The engine's own rules are modelled on vLLM's, and simpler where a trace has no 
 - Requests arrive at their times and wait in that order. A request starts when fewer than ``max_running`` run and the
   device has blocks for its prompt and its answer; no request is pre-empted. A request whose blocks are in flight is
   overtaken by others.
+- Where the model has recurrent states, a prefix is found on the device only where its state is there too, and a request
+  reserves the device blocks of the states that it will keep when it starts.
 - Prompts are computed one after another at ``prefill_tokens_per_s``, ``max_step_tokens`` a step. The first token exists
   when the prompt is computed; then each request generates at ``decode_tokens_per_s``, independent of the others.
 - A step runs after each event: an arrival, a computed part of a prompt, the end of a transfer. While a request waits
@@ -21,12 +23,13 @@ from kvtier.connector.common import StopReason
 from kvtier.connector.request_records import take_first
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.engines.common.block_pool import DeviceBlockPool
-from kvtier.engines.common.step import CachedRequests, NewRequest, StepOutput, WorkerOutput
+from kvtier.engines.common.step import CachedRequests, NamedStates, NewRequest, StepOutput, WorkerOutput
 from kvtier.misses import RequestRecord
 from kvtier.sim.model import EngineModel, HostModel
 from kvtier.sim.request import SimulatedRequest
 from kvtier.sim.results import name_places
 from kvtier.sim.spec import SimulatedSpec
+from kvtier.sim.states import RequestStates
 from kvtier.sim.timeline import Timeline
 from kvtier.sim.worker import SimulatedWorker
 
@@ -122,6 +125,7 @@ class SimulatedEngine:
             else None
         )
         self._pool = DeviceBlockPool(model.num_device_blocks)
+        self._states = RequestStates(model, model.states, self._pool) if model.states else None
         self._on_finished = on_finished
         self._waiting: deque[SimulatedRequest] = deque()
         self._loading: dict[str, SimulatedRequest] = {}
@@ -210,38 +214,47 @@ class SimulatedEngine:
         while self._waiting and self._num_running < self._model.max_running:
             request = self._waiting[0]
             num_blocks = self._num_blocks(request)
-            if num_blocks > self._pool.num_blocks:
+            num_state_blocks = 0 if self._states is None else self._states.count_blocks(request)
+            if num_blocks + num_state_blocks > self._pool.num_blocks:
                 self._reject(self._waiting.popleft())
                 continue
-            prefix = self._find_on_device(request)
-            if not self._pool.has_room(prefix, num_blocks - len(prefix)):
+            prefix, state = self._find_on_device(request)
+            num_new = num_blocks + num_state_blocks - len(prefix) - len(state)
+            if not self._pool.has_room([*prefix, *state], num_new):
                 break
             num_loadable = self._ask(request, len(prefix) * self._model.block_tokens)
             self._waiting.popleft()
             if num_loadable is None:
                 undecided.append(request)
             else:
-                self._start(request, prefix, num_loadable)
+                self._start(request, prefix, state, num_loadable)
         self._waiting.extendleft(reversed(undecided))
         self._has_undecided = bool(undecided)
 
-    def _find_on_device(self, request: SimulatedRequest) -> list[int]:
-        """Return the device blocks of the request's prefix; at least one token is left to compute."""
+    def _find_on_device(self, request: SimulatedRequest) -> tuple[list[int], list[int]]:
+        """Return the device blocks of the request's prefix, and of its state; a token is left to compute."""
+        if self._states is not None:
+            return self._states.find_prefix(request)
         num_tokens = request.num_prompt_tokens - self._model.is_last_block_computed
         num_usable = num_tokens // self._model.block_tokens
-        return self._pool.find_prefix(request.block_hashes[:num_usable])
+        return self._pool.find_prefix(request.block_hashes[:num_usable]), []
 
     def _ask(self, request: SimulatedRequest, num_device_tokens: int) -> int | None:
         if self._connector is None:
             return 0
         return self._connector.get_num_new_matched_tokens(request, num_device_tokens)[0]
 
-    def _start(self, request: SimulatedRequest, prefix: list[int], num_loadable: int) -> None:
+    def _start(
+        self, request: SimulatedRequest, prefix: list[int], state: list[int], num_loadable: int
+    ) -> None:
         request.block_ids = self._pool.allocate(prefix, self._num_blocks(request) - len(prefix))
         num_held_tokens = len(prefix) * self._model.block_tokens
         request.num_device_tokens = min(num_held_tokens, request.num_prompt_tokens - 1)
         # The last token is computed again even if it was loaded.
         request.num_computed_tokens = min(num_held_tokens + num_loadable, request.num_prompt_tokens - 1)
+        if self._states is not None:
+            num_held_blocks = len(prefix) + num_loadable // self._model.block_tokens
+            self._states.start(request, state, num_held_blocks)
         request.admitted_s = self.timeline()
         self.admitted.append(request)
         self._num_running += 1
@@ -264,14 +277,21 @@ class SimulatedEngine:
         tokens = {request.request_id: min(num_left, self._model.max_step_tokens)}
         computed = request.num_computed_tokens
         self._name(request, computed + tokens[request.request_id], first_token=computed)
+        named = None
+        if self._states is not None:
+            kept = self._states.list_kept(request, computed, computed + tokens[request.request_id])
+            named = NamedStates({request.request_id: kept})
         if not request.is_scheduled:
             request.is_scheduled = True
             return StepOutput(
                 (NewRequest(request.request_id, request.get_block_ids(), computed),),
                 num_scheduled_tokens=tokens,
+                kv_connector_block_state=named,
             )
         cached = CachedRequests((request.request_id,), (), (None,), (computed,))
-        return StepOutput(scheduled_cached_reqs=cached, num_scheduled_tokens=tokens)
+        return StepOutput(
+            scheduled_cached_reqs=cached, num_scheduled_tokens=tokens, kv_connector_block_state=named
+        )
 
     def _compute(self, output: StepOutput) -> None:
         for num_tokens in output.num_scheduled_tokens.values():
@@ -288,6 +308,8 @@ class SimulatedEngine:
             self._connector.load_or_compute.report_prefill(num_tokens, duration_s)
         if self.worker is not None:
             self.worker.begin_stores()
+        if self._states is not None:
+            self._states.free_passed(request, request.num_computed_tokens)
         if request.num_computed_tokens < request.num_prompt_tokens:
             return
         self._to_compute.popleft()
@@ -301,6 +323,8 @@ class SimulatedEngine:
         if self._connector is not None:
             self._connector.request_finished(request)
         self._pool.free(request.block_ids)
+        if self._states is not None:
+            self._states.free(request)
         self._on_finished(request)
 
     def _reject(self, request: SimulatedRequest) -> None:
@@ -317,6 +341,8 @@ class SimulatedEngine:
 
         Blocks that end before ``first_token`` are registered already.
         """
+        if self._states is not None:
+            self._states.publish(request, first_token, num_tokens)
         first = first_token // self._model.block_tokens
         num_full = min(num_tokens // self._model.block_tokens, len(request.block_hashes))
         self._pool.publish(request.block_ids[first:num_full], request.block_hashes[first:num_full])

@@ -30,12 +30,26 @@ BUSY_STRETCH_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
+class KeptStates:
+    """At which ends of a prompt's blocks an engine keeps the recurrent states.
+
+    Attributes:
+        interval_tokens: after each multiple of so many tokens; None: after each block.
+        keeps_last: also after the last whole block before the prompt's last token, as vLLM does.
+    """
+
+    interval_tokens: int | None = None
+    keeps_last: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class EngineModel:
     """A serving engine with continuous batching.
 
     Attributes:
         block_tokens: tokens of a device block; the trace's block size.
-        block_bytes: bytes of keys and values of a block, all layers and workers together.
+        block_bytes: bytes of keys and values of a block, all layers and workers together; with states of a page, which
+            holds such a block or a state.
         num_device_blocks: blocks of the device cache.
         max_running: requests that hold device blocks at the same time.
         prefill_tokens_per_s: prompt tokens computed per second, all requests together.
@@ -43,9 +57,10 @@ class EngineModel:
         max_step_tokens: prompt tokens computed in one step; longer prompts take several.
         is_last_block_computed: whether the last block of a prompt of whole blocks that the device holds is computed
             again, as in vLLM; otherwise only its last token is, as in the embedded engine.
+        states: where the model's recurrent states are kept; None: it has none.
 
     Raises:
-        ConfigError: one of the numbers is not above zero.
+        ConfigError: one of the numbers is not above zero, or states are kept within blocks.
     """
 
     block_tokens: int
@@ -56,11 +71,16 @@ class EngineModel:
     decode_tokens_per_s: float = 40.0
     max_step_tokens: int = 8192
     is_last_block_computed: bool = True
+    states: KeptStates | None = None
 
     def __post_init__(self) -> None:
-        for name in set(self.__dataclass_fields__) - {"is_last_block_computed"}:
+        for name in set(self.__dataclass_fields__) - {"is_last_block_computed", "states"}:
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(name, getattr(self, name), "must be a finite number above zero")
+        interval = None if self.states is None else self.states.interval_tokens
+        if interval is not None and (interval < 1 or interval % self.block_tokens):
+            remedy = f"must be a multiple of a block, which has {self.block_tokens} tokens in this trace"
+            raise ConfigError("interval_tokens", interval, remedy)
 
 
 @dataclass(frozen=True, slots=True)

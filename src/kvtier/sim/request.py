@@ -6,6 +6,9 @@ from typing import Any
 
 from kvtier.sim.trace import ID_BYTES, TraceRequest
 
+NO_BLOCK = -1
+"""Stands in a table of states for a state that is not kept, or was on no device."""
+
 
 @dataclass(eq=False, slots=True)
 class SimulatedRequest:
@@ -21,6 +24,9 @@ class SimulatedRequest:
         block_hashes: one hash for each full block of the prompt.
         kv_transfer_params: the hints of a simulated client; traces have none.
         block_ids: its device blocks; empty while it waits.
+        state_block_ids: for each block of the prompt the device block with the state after it, or NO_BLOCK; None: the
+            model has no states.
+        used_state_blocks: those of them that are not freed yet, and the one of the running state.
         num_device_tokens: leading tokens that the device cache had.
         num_computed_tokens: tokens whose KV is in its blocks.
         loaded_tokens: tokens that were loaded, by where they came from.
@@ -36,6 +42,8 @@ class SimulatedRequest:
     block_hashes: Sequence[bytes]
     kv_transfer_params: dict[str, Any] | None = None  # Any: what the protocol says
     block_ids: list[int] = field(default_factory=list)
+    state_block_ids: list[int] | None = None
+    used_state_blocks: list[int] = field(default_factory=list)
     num_device_tokens: int = 0
     num_computed_tokens: int = 0
     loaded_tokens: Mapping[str, int] = field(default_factory=dict)
@@ -49,8 +57,8 @@ class SimulatedRequest:
         return self.num_prompt_tokens
 
     def get_block_ids(self) -> tuple[list[int], ...]:
-        """Return its block table, one group."""
-        return (self.block_ids,)
+        """Return its block tables: keys and values, and states where there are any."""
+        return (self.block_ids,) if self.state_block_ids is None else (self.block_ids, self.state_block_ids)
 
 
 def make_hash(hash_id: int) -> bytes:

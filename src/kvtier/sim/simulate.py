@@ -25,6 +25,7 @@ from kvtier.sim.results import (
     split_into_periods,
     summarise,
 )
+from kvtier.sim.states import MAX_OTHER_STATES
 from kvtier.sim.trace import Trace
 
 DEFAULT_PERIOD_S = 60.0
@@ -87,8 +88,11 @@ def simulate(
     num_unique = hash_of.cache_info().currsize
     begin_s = requests[0].arrival_s if requests else 0.0
     recorder = HistoryRecorder(begin_s, lambda: _read(simulated, host))
+    num_keys = num_unique * (
+        2 if engine.states else 1
+    )  # a block of keys and values, and perhaps the state after it
     simulated = SimulatedEngine(
-        _bound_device(engine, requests), host, note, num_unique, recorder.record_until, on_record
+        _bound_device(engine, requests), host, note, num_keys, recorder.record_until, on_record
     )
     with _old_objects_frozen():
         simulated.run(requests)
@@ -145,6 +149,8 @@ def _bound_device(engine: EngineModel, requests: Sequence[SimulatedRequest]) -> 
     """Return ``engine`` with no more device blocks than all requests together could use. Pure."""
     num_tokens = (request.num_prompt_tokens + request.num_output_tokens for request in requests)
     num_blocks = sum(-(-number // engine.block_tokens) for number in num_tokens)
+    if engine.states is not None:
+        num_blocks += sum(len(request.block_hashes) + MAX_OTHER_STATES for request in requests)
     return replace(engine, num_device_blocks=min(engine.num_device_blocks, max(1, num_blocks)))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from kvtier.base import CanonicalKVCaches, HandlerEntry, OffloadingSpec
-from kvtier.config import KVGroup, LoadIf, ModelIdentity, OffloadingConfig
+from kvtier.config import GroupKind, KVGroup, LoadIf, ModelIdentity, OffloadingConfig
 from kvtier.sim.model import EngineModel, HostModel
 from kvtier.sim.tier import SimulatedTier, make_tier
 from kvtier.sim.timeline import Timeline
@@ -64,12 +64,14 @@ class SimulatedSpec(OffloadingSpec):
         wake: Callable[[], object],
         num_keys: int | None = None,
     ) -> None:
-        group = KVGroup(engine.block_tokens, ("all",), engine.block_bytes)
+        groups = [KVGroup(engine.block_tokens, ("all",), engine.block_bytes)]
+        if engine.states is not None:
+            groups.append(KVGroup(engine.block_tokens, ("states",), engine.block_bytes, kind=GroupKind.STATE))
         super().__init__(
             OffloadingConfig(
                 "simulation",
                 ModelIdentity("simulation"),
-                (group,),
+                tuple(groups),
                 hash_block_size=engine.block_tokens,
                 computes_last_token=True,
                 extra_config={"load_if": host.load_if.value},

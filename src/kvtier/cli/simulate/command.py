@@ -45,6 +45,8 @@ def simulate(
     hint_noise: options.HintNoiseText = "",
     sweep: options.SweepText = None,
     kv_bytes: options.KVBytes = options.DEFAULT_KV_BYTES,
+    state_bytes: options.StateBytes = None,
+    state_interval: options.StateInterval = None,
     prefill: options.Prefill = None,
     decode: options.Decode = options.DEFAULT_DECODE,
     max_running: options.MaxRunning = options.DEFAULT_MAX_RUNNING,
@@ -64,7 +66,9 @@ def simulate(
     check_jobs(jobs)
     trace_name, trace = open_trace(trace_file, trace_format, example, seed, requests)
     device_size, host_size = choose_memory(example, device, host)
-    engine_options = EngineOptions(device_size, kv_bytes, max_running, prefill, decode)
+    engine_options = EngineOptions(
+        device_size, kv_bytes, max_running, prefill, decode, state_bytes, state_interval
+    )
     host_options = HostOptions(
         host_size, tier, tier_setting, policy, store_threshold, load_if, hints, hint_noise
     )

@@ -30,6 +30,8 @@ class EngineOptions:
     max_running: int = options.DEFAULT_MAX_RUNNING
     prefill: float | None = None
     decode: float = options.DEFAULT_DECODE
+    state_bytes: str | None = None
+    state_interval: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ def make_machine(trace: Trace, engine: EngineOptions, host: HostOptions) -> tupl
         max_running=engine.max_running,
         prefill=engine.prefill,
         decode=engine.decode,
+        state_size=engine.state_bytes,
+        state_interval=engine.state_interval,
     )
     parsed = [parse_tier(text, model.block_bytes) for text in host.tier or ()]
     tiers = apply_tier_settings(parsed, host.tier_setting or (), model.block_bytes)

@@ -18,7 +18,7 @@ from kvtier.errors import ConfigError, UnknownNameError
 from kvtier.quantities import parse_bytes
 from kvtier.sim.clients import ClientHints, HintNoise, Honesty
 from kvtier.sim.link import LinkSpeed
-from kvtier.sim.model import EngineModel, HostModel, derive_prefill_rate
+from kvtier.sim.model import EngineModel, HostModel, KeptStates, derive_prefill_rate
 from kvtier.sim.sweep import Size, Sweep
 from kvtier.sim.tier import TierModel
 from kvtier.sim.trace import Trace
@@ -55,6 +55,7 @@ ENGINE_OPTIONS = {
     "max_running": "--max-running",
     "prefill_tokens_per_s": "--prefill",
     "decode_tokens_per_s": "--decode",
+    "interval_tokens": "--state-interval",
 }
 """Fields of an engine -> the options that set them."""
 
@@ -121,6 +122,14 @@ SweepText = Annotated[
 KVBytes = Annotated[
     str,
     typer.Option("--kv-bytes-per-token", help="Size of a token's keys and values, all layers and devices."),
+]
+StateBytes = Annotated[
+    str | None,
+    typer.Option(help="Size of a recurrent state, all layers and devices; default: a model without states."),
+]
+StateInterval = Annotated[
+    int | None,
+    typer.Option(help="Tokens between kept states, and the last of a prompt; default: one each block."),
 ]
 Prefill = Annotated[
     float | None,
@@ -238,18 +247,36 @@ def blocks_of(option: str, size: str, block_bytes: int) -> int:
 
 
 def make_engine(
-    trace: Trace, *, device: str, kv_size: str, max_running: int, prefill: float | None, decode: float
+    trace: Trace,
+    *,
+    device: str,
+    kv_size: str,
+    max_running: int,
+    prefill: float | None,
+    decode: float,
+    state_size: str | None = None,
+    state_interval: int | None = None,
 ) -> EngineModel:
     """Return the engine, with blocks of the trace's length; without ``prefill``, of a rate derived from the trace.
+
+    With a size of states a block is a page, which holds keys and values or a state, whichever is longer.
 
     Raises:
         ConfigError: a value is not valid.
     """
     block_bytes = trace.block_tokens * parse_bytes("--kv-bytes-per-token", kv_size)
+    states = None
+    if state_size is not None:
+        block_bytes = max(block_bytes, parse_bytes("--state-bytes", state_size))
+        states = KeptStates(state_interval)
+    elif state_interval is not None:
+        raise ConfigError("--state-interval", state_interval, "needs --state-bytes, the size of a state")
     num_blocks = blocks_of("--device", device, block_bytes)
     with naming_options(ENGINE_OPTIONS):
         rate = derive_prefill_rate(trace) if prefill is None else prefill
-        return EngineModel(trace.block_tokens, block_bytes, num_blocks, max_running, rate, decode)
+        return EngineModel(
+            trace.block_tokens, block_bytes, num_blocks, max_running, rate, decode, states=states
+        )
 
 
 def parse_tier(text: str, block_bytes: int) -> TierModel:

@@ -45,6 +45,17 @@ NO_CACHED_REQUESTS = CachedRequests()
 
 
 @dataclass(frozen=True, slots=True)
+class NamedStates:
+    """The recurrent states that device blocks hold after a step, for an engine that keeps some of them.
+
+    Attributes:
+        boundary_state_offloads: by request, each as KV group, device block, and the tokens that the state covers.
+    """
+
+    boundary_state_offloads: Mapping[str, Sequence[tuple[int, int, int]]]
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
     """What one step will compute; nothing by default.
 
@@ -54,6 +65,7 @@ class StepOutput:
         num_scheduled_tokens: tokens to compute, by request.
         preempted_req_ids: requests that lost their device blocks in this step.
         finished_req_ids: requests that ended since the last step.
+        kv_connector_block_state: the states that can be stored; None: each block of a state group has one.
     """
 
     scheduled_new_reqs: Sequence[NewRequest] = ()
@@ -61,6 +73,7 @@ class StepOutput:
     num_scheduled_tokens: Mapping[str, int] = field(default_factory=dict)
     preempted_req_ids: Collection[str] | None = None
     finished_req_ids: frozenset[str] = frozenset()
+    kv_connector_block_state: NamedStates | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,12 @@ def list_facts(comparison: Comparison) -> Iterator[tuple[str, str]]:
             f"{trace.num_unique_blocks:,} of them unique ({format_size(trace.num_unique_blocks * block_bytes)})"
         ),
     )
+    if engine.states is not None:
+        interval = engine.states.interval_tokens
+        where = (
+            "after each block" if interval is None else f"each {interval:,} tokens and at the end of a prompt"
+        )
+        yield "states", f"kept {where}, in a block of their own"
     yield "device", memory(engine.num_device_blocks)
     yield "host", f"{memory(host.num_blocks)}, {host.speed.read_bytes_per_s / 1e9:g} GB/s each way"
     for tier in host.tiers:
