@@ -4,6 +4,7 @@ A tier's own settings are arguments of its constructor and not in here. Everythi
 for an unknown setting names the most similar known one, that for an invalid value the remedy.
 """
 
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -104,6 +105,8 @@ class KVGroup:
         kind: full attention, sliding window or state space.
         window_tokens: length of the sliding window; None unless ``kind`` is WINDOW.
         is_replicated: whether every worker holds the same bytes.
+        workers_per_part: consecutive workers that hold the same bytes, where there are fewer parts than workers; with
+            ``is_replicated`` it says nothing.
     """
 
     block_size_tokens: int
@@ -112,8 +115,11 @@ class KVGroup:
     kind: GroupKind = GroupKind.FULL
     window_tokens: int | None = None
     is_replicated: bool = False
+    workers_per_part: int = 1
 
     def __post_init__(self) -> None:
+        if self.workers_per_part < 1:
+            raise ConfigError("workers_per_part", self.workers_per_part, "at least one worker holds a part")
         if self.block_size_tokens < 1:
             raise ConfigError("block_size_tokens", self.block_size_tokens, "a block holds at least one token")
         if self.page_size_bytes < 1:
@@ -453,9 +459,10 @@ class OffloadingConfig:
         return self.settings.block_size // self.groups[0].block_size_tokens
 
     @property
-    def holds_parts_once(self) -> bool:
-        """Whether a row shared by the workers has their bytes once: each of several holds the same, of every group."""
-        return self.world_size > 1 and all(group.is_replicated for group in self.groups)
+    def workers_per_part(self) -> int:
+        """How many consecutive workers hold the same bytes of every group; a row that they share has these once."""
+        shared = (self.world_size if group.is_replicated else group.workers_per_part for group in self.groups)
+        return math.gcd(self.world_size, *shared)
 
     def _check_block_size(self) -> None:
         block_size = self.settings.block_size

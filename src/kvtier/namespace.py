@@ -93,8 +93,10 @@ def make_namespace(config: OffloadingConfig, row_stride_bytes: int, epoch: bytes
         "tenant_salt": digest_salt(salt) if salt else NO_SALT_DIGEST,
         "epoch": epoch.hex(),
     }
-    if config.holds_parts_once:  # rows of before, with every worker's bytes, are those of another namespace
-        identity["parts"] = "once"
+    # Rows of before, with every worker's bytes, are those of another namespace.
+    if config.workers_per_part > 1:
+        is_whole = config.workers_per_part == config.world_size
+        identity["parts"] = "once" if is_whole else f"once for {config.workers_per_part} workers"
     text = json.dumps(identity, sort_keys=True, indent=1)
     del identity["tenant_salt"]
     words = {"model": model | _config_in_words(config_json), "tenant": tag_tenant(salt)}
@@ -105,7 +107,7 @@ def make_namespace(config: OffloadingConfig, row_stride_bytes: int, epoch: bytes
 def _describe_group(group: KVGroup) -> dict[str, object]:
     """Return what decides the bytes of a group on one worker. Pure."""
     described = dataclasses.asdict(group) | {"kind": group.kind.value}
-    del described["is_replicated"]
+    del described["is_replicated"], described["workers_per_part"]
     return described
 
 

@@ -65,12 +65,14 @@ def test_another_type_halves_the_bytes(folder: Path, capsys: pytest.CaptureFixtu
     ("model", "tp", "expected"),
     [
         ("Llama-3.1-8B", 8, 131_072),
-        ("Llama-3.1-8B", 16, 262_144),
+        ("Llama-3.1-8B", 16, 131_072),
         ("DeepSeek-V3", 1, 70_272),
-        ("DeepSeek-V3", 8, 8 * 70_272),
+        ("DeepSeek-V3", 8, 70_272),
+        # Latents beside states, which belong to one worker each: each worker stores its part of both.
+        ("Kimi-Linear-48B-A3B", 8, 31_061 + 7 * 7 * 576 * 2),
     ],
 )
-def test_copies_that_workers_hold_are_stored_by_each_of_them(
+def test_what_several_workers_hold_is_stored_once_where_a_row_can_have_it_so(
     model: str, tp: int, expected: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert json_of(capsys, model, "--tp", str(tp))["bytes_per_token"] == expected
@@ -78,6 +80,8 @@ def test_copies_that_workers_hold_are_stored_by_each_of_them(
 
 def test_copies_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["size", "DeepSeek-V3", "--tp", "8"]) == 0
+    assert "in host memory alone each stores its copy, and a token takes 549 KiB" in capsys.readouterr().out
+    assert main(["size", "Kimi-Linear-48B-A3B", "--tp", "8"]) == 0
     assert (
         "each of 8 workers stores what it holds, copies included: without copies" in capsys.readouterr().out
     )

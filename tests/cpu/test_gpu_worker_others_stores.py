@@ -27,6 +27,7 @@ from kvtier.worker.worker import OffloadingWorker
 
 PAGE_BYTES = 6000
 SHARED = KVGroup(16, ("latent",), PAGE_BYTES, is_replicated=True)
+PAIRED = KVGroup(16, ("few heads",), PAGE_BYTES, workers_per_part=2)
 SHARDED = KVGroup(16, ("heads",), PAGE_BYTES)
 HANG_GUARD_S = 60.0
 
@@ -61,12 +62,12 @@ def fill(caches: CanonicalKVCaches, value: int) -> None:
 class Half:
     """The production code of one worker, with a device cache of its own."""
 
-    def __init__(self, rank: int, name: str) -> None:
+    def __init__(self, rank: int, name: str, *groups: KVGroup, world_size: int = 2) -> None:
         self.caches = CanonicalKVCaches(
             [CanonicalKVCacheTensor(torch.zeros((4, PAGE_BYTES), dtype=torch.int8), PAGE_BYTES)],
             [[CanonicalKVCacheRef(0, PAGE_BYTES)]],
         )
-        self.spec = TieringOffloadingSpec(make_config(rank, name))
+        self.spec = TieringOffloadingSpec(make_config(rank, name, *groups, world_size=world_size))
         self.handlers = OffloadingWorker()
         for entry in self.spec.get_handlers(self.caches):
             self.handlers.register_handler(*entry)
@@ -131,6 +132,34 @@ def test_two_workers_in_two_processes_keep_one_copy_that_both_load() -> None:
         scheduler.shutdown()
 
 
+def test_of_two_workers_with_the_same_head_the_first_stores_and_both_load_it() -> None:
+    name = "parts-of-pairs"
+    scheduler = TieringOffloadingSpec(make_config(None, name, PAIRED, world_size=4))
+    manager = scheduler.get_manager()
+    assert isinstance(manager, TieringOffloadingManager)
+    workers = [Half(rank, name, PAIRED, world_size=4) for rank in range(4)]
+    try:
+        for rank, worker in enumerate(workers):
+            fill(worker.caches, 10 + rank)
+            assert worker.move("store", 0)
+        parts = np.asarray(manager.primary.get_kv_memoryview())[0, : 2 * PAGE_BYTES].reshape(2, PAGE_BYTES)
+        assert [set(part.tolist()) for part in parts] == [{10}, {12}]
+        assert scheduler.row_stride == 12_288
+        del parts
+        for worker in workers:
+            assert worker.move("load", 0)
+        assert [int(worker.caches.tensors[0].tensor[2].float().mean()) for worker in workers] == [
+            10,
+            10,
+            12,
+            12,
+        ]
+    finally:
+        for worker in workers:
+            worker.spec.shutdown()
+        scheduler.shutdown()
+
+
 @pytest.mark.parametrize(
     ("groups", "world_size", "num_parts"),
     [
@@ -139,9 +168,13 @@ def test_two_workers_in_two_processes_keep_one_copy_that_both_load() -> None:
         ((SHARED, SHARDED), 2, 2),
         ((SHARDED,), 2, 2),
         ((SHARED,), 1, 1),
+        ((PAIRED,), 4, 2),
+        ((SHARED, PAIRED), 4, 2),
+        ((SHARED, PAIRED, SHARDED), 4, 4),
+        ((PAIRED,), 1, 1),
     ],
 )
-def test_a_row_has_the_bytes_once_where_all_groups_are_replicated(
+def test_a_row_has_bytes_once_as_far_as_workers_share_those_of_all_groups(
     groups: tuple[KVGroup, ...], world_size: int, num_parts: int
 ) -> None:
     config = make_config(None, "parts", *groups, world_size=world_size)
@@ -156,6 +189,10 @@ def test_blocks_of_another_number_of_parts_are_not_found_and_others_still_are() 
     mixed = make_config(None, "a", SHARED, SHARDED)
     unmarked = make_config(None, "a", replace(SHARED, is_replicated=False), SHARDED)
 
+    paired = make_config(None, "a", PAIRED, world_size=4)
+    alone = replace(paired, groups=(replace(PAIRED, workers_per_part=1),))
+
+    assert make_namespace(paired, 12_288).digest != make_namespace(alone, 12_288).digest
     # Rows may be equally long by alignment.
     assert (
         make_namespace(shared, 8192).digest

@@ -144,10 +144,16 @@ def list_notes(one: ModelSize) -> Iterator[str]:
     """Yield what the numbers mean for this model, in sentences. Pure."""
     shape = one.model.shape
     yield f"keys and values are {shape.kv_dtype}, all layers and workers together"
+    own = shape.stored_bytes_per_token(one.tensor_parallel_size, shares_copies=False)
     if one.bytes_per_token != shape.bytes_per_token:
         yield (
             f"each of {one.tensor_parallel_size} workers stores what it holds, copies included: "
             f"without copies a token takes {format_kib(shape.bytes_per_token)}"
+        )
+    elif own != one.bytes_per_token:
+        yield (
+            f"what several of {one.tensor_parallel_size} workers hold is stored once, as under vLLM with tiers: "
+            f"in host memory alone each stores its copy, and a token takes {format_kib(own)}"
         )
     yield from shape.assumptions
     yield "blocks are taken as full; the last block of a prompt may not be"

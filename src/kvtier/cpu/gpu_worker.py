@@ -325,9 +325,9 @@ class RowHandler(OffloadingHandler, LayerwiseHandler):
 class OthersStores(OffloadingHandler):
     """Ends the stores of a worker whose bytes another worker stores. Used from one thread.
 
-    Where every worker holds the same bytes (latent attention, one KV head for all), a row has them once: the first
-    worker copies them there and each loads them. The others end a store at once: its job ends when the first has
-    copied.
+    Where several workers hold the same bytes (latent attention, fewer KV heads than workers), a row has them once: the
+    first of them copies them there and each loads them. The others end a store at once: its job ends when the first
+    has copied.
     """
 
     def __init__(self) -> None:

@@ -49,7 +49,8 @@ class CPUOffloadingSpec(OffloadingSpec):
         row_alignment_bytes: ``row_stride`` is a multiple of it; 1 packs rows without gaps.
         has_region: whether the rows are in a region that processes find by the instance id.
         cpu_page_size_per_worker: bytes of one block on one worker: those of the largest group.
-        num_row_parts: workers' parts in a row; one in a region where all workers hold the same bytes.
+        workers_per_part: consecutive workers whose bytes a row has once: in a region those that hold the same.
+        num_row_parts: parts of a row.
         row_stride: bytes of one block over all workers.
         auto_size: the arithmetic of "auto"; None where the size was given.
         num_blocks: slots that fit ``cpu_bytes_to_use``.
@@ -73,7 +74,8 @@ class CPUOffloadingSpec(OffloadingSpec):
         largest_page_bytes = max(group.page_size_bytes for group in config.groups)
         self.cpu_page_size_per_worker = largest_page_bytes * self.block_size_factor
         # Private rows cannot be shared, so there each worker keeps its own.
-        self.num_row_parts = 1 if self.has_region and config.holds_parts_once else config.world_size
+        self.workers_per_part = config.workers_per_part if self.has_region else 1
+        self.num_row_parts = config.world_size // self.workers_per_part
         self.row_stride = plan_row_stride(
             self.cpu_page_size_per_worker, self.num_row_parts, self.row_alignment_bytes
         )
@@ -103,7 +105,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         elif not self._handlers.is_attached:
             self._handlers.attach(kv_caches)
         storing = self._handlers.gpu_to_cpu_handler
-        if self.config.rank is not None and self.config.rank >= self.num_row_parts:
+        if self.config.rank is not None and self.config.rank % self.workers_per_part:
             storing = OthersStores()
         yield HandlerEntry(GPULoadStoreSpec, CPULoadStoreSpec, storing)
         yield HandlerEntry(CPULoadStoreSpec, GPULoadStoreSpec, self._handlers.cpu_to_gpu_handler)
@@ -159,7 +161,7 @@ class CPUOffloadingSpec(OffloadingSpec):
                 self._instance_id,
                 self.row_stride * self.num_blocks,
                 self.num_blocks,
-                None if rank is None else rank % self.num_row_parts,
+                None if rank is None else rank // self.workers_per_part,
                 self.num_row_parts,
                 self.cpu_page_size_per_worker,
                 row_alignment_bytes=self.row_alignment_bytes,

@@ -13,6 +13,7 @@ recurrent states of unknown kinds, are refused: a wrong number of bytes would ma
 Source: of vLLM's block, ``update_block_size_for_backend`` of vLLM 0.32.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -135,23 +136,31 @@ class ModelShape:
             group.num_layers * group.bytes_per_token * (group.window_tokens or 0) for group in self.layers
         )
 
-    def stored_bytes_per_token(self, tensor_parallel_size: int) -> int:
+    def stored_bytes_per_token(self, tensor_parallel_size: int, *, shares_copies: bool = True) -> int:
         """Return the bytes of a token that all workers of an engine store together. Pure.
 
-        Each worker is counted with what it holds: a latent, or a KV head that several workers hold, once for each. That
-        is the most an engine stores: with secondary tiers kvtier keeps such bytes once under vLLM.
+        What consecutive workers hold of every group (a latent, a KV head) is stored once, as kvtier does under vLLM
+        with secondary tiers. States belong to one worker each, so with these each worker stores what it holds.
+
+        Args:
+            tensor_parallel_size: workers of the engine.
+            shares_copies: False for host memory alone, where each worker stores what it holds.
 
         Raises:
             ConfigError: so many workers cannot divide the KV heads evenly.
         """
-        total = 0
+        num_copies: list[int] = []
         for group in self.layers:
             smaller, larger = sorted((group.num_kv_heads, tensor_parallel_size))
             if smaller < 1 or larger % smaller:
                 remedy = f"must divide {group.num_kv_heads} KV heads, or be a multiple of them"
                 raise ConfigError("--tp", tensor_parallel_size, remedy)
-            num_copies = max(1, tensor_parallel_size // group.num_kv_heads)
-            total += group.num_layers * group.bytes_per_token * num_copies
+            num_copies.append(max(1, tensor_parallel_size // group.num_kv_heads))
+        num_shared = math.gcd(*num_copies) if shares_copies and num_copies and self.states is None else 1
+        total = sum(
+            group.num_layers * group.bytes_per_token * copies // num_shared
+            for group, copies in zip(self.layers, num_copies, strict=True)
+        )
         return total + (self.states.bytes_per_token if self.states else 0)
 
     def load_bytes(self, num_tokens: int) -> int:

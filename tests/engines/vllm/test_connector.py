@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -14,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.platforms import current_platform
+from vllm.v1.request import Request, RequestStatus
 
 from kvtier.connector.common import OffloadingConnectorMetadata, OffloadingWorkerMetadata
 from kvtier.engines.vllm import KVTierConnector
@@ -181,3 +184,16 @@ def test_kvtier_writes_to_vllms_log_where_the_process_has_none(
 
     assert ours.handlers == theirs.handlers
     assert ours.level == theirs.level
+
+
+@pytest.mark.skipif(
+    not hasattr(KVConnectorBase_V1, "register_finished_partial_tail"), reason="this vLLM has no such hook"
+)
+def test_a_state_within_a_block_is_left_to_vllm_when_its_request_ends(scheduler: KVTierConnector) -> None:
+    request = cast("Request", SimpleNamespace(request_id="r", status=RequestStatus.FINISHED_ABORTED))
+
+    # As vLLM's scheduler calls both: group 1, device block 7, 20 of the 32 tokens that the block has room for.
+    is_kept = scheduler.register_finished_partial_tail(request, ([3, 4], [0, 7]), [(1, 7, 20)])
+
+    assert is_kept is False, "the blocks would be kept until a worker reports the request"
+    assert scheduler.request_finished_all_groups(request, ([3, 4], [0, 7])) == (False, None)

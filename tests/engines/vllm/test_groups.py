@@ -1,6 +1,8 @@
 """Which KV groups of vLLM are offloaded, as what, and which are refused with one message."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -20,6 +22,7 @@ from tests.engines.vllm.configs import (
     uniform,
     window,
 )
+from vllm.config import VllmConfig
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import (
@@ -35,7 +38,12 @@ from kvtier.config import GroupKind, ModelIdentity, OffloadingConfig
 from kvtier.connector.groups import GroupLayout, make_group_layouts
 from kvtier.cpu.spec import CPUOffloadingSpec
 from kvtier.engines.vllm import compat
-from kvtier.engines.vllm.groups import can_recompute_from_block, make_kv_groups, page_bytes_of_layers
+from kvtier.engines.vllm.groups import (
+    can_recompute_from_block,
+    make_kv_groups,
+    mark_replicated,
+    page_bytes_of_layers,
+)
 from kvtier.errors import ModelError
 
 needs_failed_recving = pytest.mark.skipif(
@@ -327,3 +335,53 @@ def test_a_layout_whose_pages_are_too_small_for_a_layer_is_refused() -> None:
 
     with pytest.raises(ModelError, match="layer 'b' has pages of 1024 bytes"):
         make_kv_groups(config)
+
+
+def parallel(num_workers: int, num_heads: int, *, drafts: bool = False, **counts: int) -> VllmConfig:
+    """Return what ``mark_replicated`` reads of a configuration."""
+    text_config = SimpleNamespace(to_dict=lambda: {"num_key_value_heads": num_heads, "layers": 4, **counts})
+    model_config = SimpleNamespace(hf_text_config=text_config, get_total_num_kv_heads=lambda: num_heads)
+    stand_in = SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=num_workers),
+        speculative_config=object() if drafts else None,
+        model_config=model_config,
+    )
+    return cast("VllmConfig", stand_in)
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "num_heads", "marks"),
+    [
+        pytest.param(1, 1, [(False, 1), (False, 1)], id="one worker"),
+        pytest.param(2, 2, [(False, 1), (True, 1)], id="a head for each"),
+        pytest.param(4, 8, [(False, 1), (True, 1)], id="two heads for each"),
+        pytest.param(4, 2, [(False, 2), (True, 1)], id="each head on two"),
+        pytest.param(8, 2, [(False, 4), (True, 1)], id="each head on four"),
+        pytest.param(4, 1, [(True, 1), (True, 1)], id="one head for all"),
+    ],
+)
+def test_groups_are_marked_with_how_many_workers_hold_the_same_bytes(
+    num_workers: int, num_heads: int, marks: list[tuple[bool, int]]
+) -> None:
+    config = cache_config(group(full(), "a"), group(mla(), "b"))
+
+    marked = mark_replicated(make_kv_groups(config), parallel(num_workers, num_heads), config)
+
+    assert [(one.is_replicated, one.workers_per_part) for one in marked] == marks
+
+
+@pytest.mark.parametrize(
+    "vllm_config",
+    [
+        pytest.param(parallel(4, 2, drafts=True), id="a draft model"),
+        pytest.param(parallel(4, 2, num_global_key_value_heads=4), id="layers with other numbers of heads"),
+    ],
+)
+def test_heads_that_may_differ_between_layers_are_taken_as_those_of_each_worker(
+    vllm_config: VllmConfig,
+) -> None:
+    config = cache_config(group(full(), "a"))
+
+    (marked,) = mark_replicated(make_kv_groups(config), vllm_config, config)
+
+    assert (marked.is_replicated, marked.workers_per_part) == (False, 1)

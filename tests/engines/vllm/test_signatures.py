@@ -45,7 +45,7 @@ KEPT = {
         "has_pending_block_frees": "a finished request's blocks are never kept",
         "prefer_cross_layer_blocks": "pages of a layer are enough",
         "register_cross_layers_kv_cache": "never offered",
-        "register_finished_partial_tail": "states of finished requests are not kept",
+        "register_finished_partial_tail": "states within a block are not kept",
         "reset_capture_state": "without a step's metadata a worker changes nothing",
         "role": "vLLM's own",
         "set_host_xfer_buffer_ops": "for host buffers of vLLM's",

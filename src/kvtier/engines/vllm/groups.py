@@ -86,30 +86,40 @@ def make_kv_groups(kv_cache_config: KVCacheConfig) -> tuple[KVGroup, ...]:
 def mark_replicated(
     groups: Sequence[KVGroup], vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> tuple[KVGroup, ...]:
-    """Return the groups, marked where every worker holds the same bytes; equal in all processes of an engine. Pure.
+    """Return the groups, marked where several workers hold the same bytes; equal in all processes of an engine. Pure.
 
-    Under tensor parallelism each worker computes the whole latent vector of latent attention (MLA), and the one KV head
-    of a model with a single one. A draft model's layers, which may share a group, have heads of their own.
+    Under tensor parallelism each worker computes the whole latent vector of latent attention (MLA), and of fewer KV
+    heads than workers each is computed by consecutive ones. A draft model's layers, which may share a group, have
+    heads of their own.
     """
     num_workers = vllm_config.parallel_config.tensor_parallel_size
     if num_workers == 1 or vllm_config.speculative_config is not None:
         return tuple(groups)
-    has_one_head = has_one_kv_head(vllm_config.model_config)
+    num_heads = find_num_kv_heads(vllm_config.model_config)
+    # vLLM gives worker r the head r // (workers / heads), and refuses numbers that do not divide each other.
+    workers_per_head = num_workers // num_heads if num_heads and num_workers % num_heads == 0 else 1
     kinds = [type(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    num_holders = [
+        num_workers if kind in LATENT_KINDS else max(1, workers_per_head) if kind in HEAD_KINDS else 1
+        for kind in kinds
+    ]
     return tuple(
-        replace(group, is_replicated=kind in LATENT_KINDS or (has_one_head and kind in HEAD_KINDS))
-        for group, kind in zip(groups, kinds, strict=True)
+        replace(group, is_replicated=True)
+        if held_by == num_workers
+        else replace(group, workers_per_part=held_by)
+        for group, held_by in zip(groups, num_holders, strict=True)
     )
 
 
-def has_one_kv_head(model_config: ModelConfig) -> bool:
-    """Return whether every attention layer of a model has a single KV head. Pure.
+def find_num_kv_heads(model_config: ModelConfig) -> int | None:
+    """Return the number of KV heads of every attention layer of a model; None where layers may differ. Pure.
 
     Some models give several counts, such as one for layers of global attention.
     """
     described = model_config.hf_text_config.to_dict()
     counts = [count for name, count in described.items() if "key_value_heads" in name or "kv_heads" in name]
-    return model_config.get_total_num_kv_heads() == 1 and all(count in (1, None) for count in counts)
+    num_heads = int(model_config.get_total_num_kv_heads())
+    return num_heads if all(count in (num_heads, None) for count in counts) else None
 
 
 def can_recompute_from_block(groups: Sequence[KVGroup]) -> bool:
