@@ -64,10 +64,11 @@ def test_sums_are_what_was_found_and_what_came_and_went_since() -> None:
     assert counts.stats()["tenant_bytes.bob"] == 10
 
 
-def test_a_name_that_tells_no_tenant_is_nobodys() -> None:
+def test_a_name_that_tells_no_tenant_is_not_counted() -> None:
     sums = TenantSums()
-    sums.add(None, 1, 10)
-    assert not sums.num_blocks
+    sums.add_found(None, 10)
+    sums.add_found(key_of_tenant("alice", 1), 10)
+    assert sums.num_blocks == {ALICE: 1}
 
 
 def test_the_first_store_and_then_an_eighth_of_a_quota_asks_for_a_listing() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.tiering.tenant_driver import NAMES, config_of_tenants, count_by_name, key_of_tenant
 
-from kvtier.base import OffloadKey, get_offload_tenant
+from kvtier.base import OffloadKey
 from kvtier.errors import TierError
 from kvtier.namespace import make_namespace
 from kvtier.testing.clock import ManualClock
@@ -184,10 +184,10 @@ def test_a_thread_of_its_own_keeps_the_quota_and_says_once_when_it_cannot(
 def test_names_of_encrypted_blocks_tell_their_tenants_in_the_engines_own_namespace() -> None:
     names = TenantNames()
     key = key_of_tenant("alice", 1)
-    assert names.number_of(IDENTITY.name, key) is None
+    assert names.key_of(IDENTITY.name, key) is None
     names.on_opened(IDENTITY)
-    assert names.number_of("f" * 32, key) == get_offload_tenant(key)
-    assert names.number_of(IDENTITY.name, None) is None
+    assert names.key_of("f" * 32, key) == key
+    assert names.key_of(IDENTITY.name, None) is None
 
 
 QUOTAS = st.fixed_dictionaries({name: st.none() | st.integers(1, 12) for name in NAMES})

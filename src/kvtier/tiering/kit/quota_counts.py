@@ -40,11 +40,15 @@ class TenantSums:
     num_blocks: Counter[int] = field(default_factory=Counter)
     num_bytes: Counter[int] = field(default_factory=Counter)
 
-    def add(self, number: int | None, num_blocks: int, num_bytes: int) -> None:
-        """Count blocks of a tenant, or uncount them where the amounts are negative; None: no tenant's."""
-        if number is not None:
-            self.num_blocks[number] += num_blocks
-            self.num_bytes[number] += num_bytes
+    def add(self, number: int, num_blocks: int, num_bytes: int) -> None:
+        """Count blocks of a tenant, or uncount them where the amounts are negative."""
+        self.num_blocks[number] += num_blocks
+        self.num_bytes[number] += num_bytes
+
+    def add_found(self, key: OffloadKey | None, num_bytes: int) -> None:
+        """Count a block of a listing; None: its name tells no tenant."""
+        if key is not None:
+            self.add(get_offload_tenant(key), 1, num_bytes)
 
     def mean_bytes(self) -> int:
         """Return the mean length of a block, 1 where there is none. Pure."""

@@ -55,15 +55,15 @@ class TenantNames:
         """Read the names of this namespace from now on, where it is encrypted."""
         self._namespace = namespace
 
-    def number_of(self, namespace_name: str, name: bytes | None) -> int | None:
-        """Return the number of a block's tenant; None where its name does not tell."""
+    def key_of(self, namespace_name: str, name: bytes | None) -> OffloadKey | None:
+        """Return the block that is called so; None where its name does not tell."""
         own = self._namespace
         if name is None or own is None:
             return None
         own_format = format_of(own)
         if not own_format.is_encrypted:
-            return get_offload_tenant(OffloadKey(name))
-        return get_offload_tenant(own_format.key(name)) if namespace_name == own.name else None
+            return OffloadKey(name)
+        return own_format.key(name) if namespace_name == own.name else None
 
 
 class QuotaKeeper:
@@ -210,8 +210,7 @@ class QuotaKeeper:
         """Delete the oldest of tenants beyond their quotas; return whether there is more to do."""
         found = self._counts.begin_listing()
         for block in place.blocks():
-            number = self.names.number_of(block.namespace, block.name)
-            found.add(number, block.num_blocks, block.num_bytes)
+            found.add_found(self.names.key_of(block.namespace, block.name), block.num_bytes)
         self._counts.end_listing(found)
         excesses = self._counts.excesses()
         if not excesses:
@@ -236,6 +235,7 @@ class QuotaKeeper:
 
     def _candidates(self, place: Place) -> Iterator[tuple[int, Candidate[PlaceBlock]]]:
         for block in place.blocks():
-            number = self.names.number_of(block.namespace, block.name)
-            if number is not None:
-                yield number, Candidate(block.used_s or 0.0, block.address, block.num_bytes, block)
+            key = self.names.key_of(block.namespace, block.name)
+            if key is not None:
+                candidate = Candidate(block.used_s or 0.0, block.address, block.num_bytes, block)
+                yield get_offload_tenant(key), candidate

@@ -44,6 +44,9 @@ PAUSE_FACTOR = 10
 """After a pass for quotas alone the next waits this many times as long as it took: a large bucket is not listed all the
 time."""
 
+LOOK_S = 60.0
+"""Seconds between two looks at whether a pass for quotas is due by the age of the last one alone."""
+
 CLOSE_TIMEOUT_S = 1.0
 """Seconds for which the deleting thread is waited for. It touches no row: nothing depends on its end."""
 
@@ -154,8 +157,10 @@ class Evictor:
 
     def _wait_due(self) -> bool:
         with self._changed:
-            pause_s = None if self._expiry is None else self._expiry.pass_s
-            self._changed.wait_for(lambda: self._is_pass_due or self._is_closed, pause_s)
+            pause_s = LOOK_S if self._expiry is None else self._expiry.pass_s
+            while not self._changed.wait_for(lambda: self._is_pass_due or self._is_closed, pause_s):
+                if self._expiry is not None or (self._quotas is not None and self._quotas.is_due):
+                    break
             self._is_pass_due = False
             return not self._is_closed
 

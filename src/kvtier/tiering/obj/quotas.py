@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from kvtier.base import OffloadKey
+from kvtier.base import OffloadKey, get_offload_tenant
 from kvtier.errors import ConfigError
 from kvtier.tiering.kit.quota_counts import (
     MAX_VICTIMS,
@@ -71,7 +71,7 @@ class ObjQuotas:
         """Pass on our own objects of a listing, and count each for its tenant."""
         self._found = self._counts.begin_listing()  # an object of its own for each listing
         for listed in listing:
-            self._found.add(self._number_of(listed), 1, listed.num_bytes)
+            self._found.add_found(self._key_of(listed), listed.num_bytes)
             yield listed
         self._counts.end_listing(self._found)
 
@@ -149,11 +149,15 @@ class ObjQuotas:
             yield from (victim.item for victim in victims)
 
     def _number_of(self, listed: Listed) -> int | None:
+        key = self._key_of(listed)
+        return None if key is None else get_offload_tenant(key)
+
+    def _key_of(self, listed: Listed) -> OffloadKey | None:
         path = PurePosixPath(listed.path)
         if path.suffix != ".kv":
             return None
         namespace = listed.path[self._num_skipped : self._num_skipped + NAMESPACE_CHARS]
-        return self.names.number_of(namespace, bytes.fromhex(path.stem))
+        return self.names.key_of(namespace, bytes.fromhex(path.stem))
 
 
 def require_quotas_possible(settings: ObjSettings) -> None:
