@@ -44,8 +44,9 @@ class Verdict(NamedTuple):
 
 
 def count_places(mutant: Mutant) -> int:
-    """Return how often the mutant's text stands in its file; 1 is right."""
-    return (SOURCE / mutant.path).read_text(encoding="utf-8").count(mutant.old)
+    """Return how often the mutant's text stands in its file, the one that is farthest from the right 1."""
+    text = (SOURCE / mutant.path).read_text(encoding="utf-8")
+    return max((text.count(old) for old, _ in mutant.edits()), key=lambda num: abs(num - 1))
 
 
 def plant(mutant: Mutant, source: Path) -> None:
@@ -56,9 +57,11 @@ def plant(mutant: Mutant, source: Path) -> None:
     """
     path = source / mutant.path
     text = path.read_text(encoding="utf-8")
-    if text.count(mutant.old) != 1:
-        raise ValueError(f"{mutant.path}: {mutant.old[:80]!r} is not there exactly once: plant the bug anew")
-    path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+    for old, new in mutant.edits():
+        if text.count(old) != 1:
+            raise ValueError(f"{mutant.path}: {old[:80]!r} is not there exactly once: plant the bug anew")
+        text = text.replace(old, new)
+    path.write_text(text, encoding="utf-8")
 
 
 def judge(mutant: Mutant, seed: int, num_operations: int) -> Verdict:
@@ -77,7 +80,9 @@ def judge(mutant: Mutant, seed: int, num_operations: int) -> Verdict:
 
 def _tiers_of(mutant: Mutant) -> list[str]:
     """Return the options that send the storm over the one tier whose code has the bug, if it is a tier's."""
-    found = re.match(r"tiering/(fs|slab|obj|valkey)/", mutant.path)
+    if mutant.path == "tiering/valkey/cluster.py":
+        return ["--tiers", "cluster"]
+    found = re.match(r"tiering/(fs|slab|obj|valkey|mooncake)/", mutant.path)
     return ["--tiers", found[1]] if found else []
 
 

@@ -14,9 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
+from kvtier.testing.storm.buckets import ObjPlace, bucket_calls
+from kvtier.testing.storm.cluster import ClusterPlace, valkey_calls
 from kvtier.testing.storm.disks import FSPlace, SlabPlace, owner_calls
+from kvtier.testing.storm.mooncake import MooncakePlace, mooncake_calls
 from kvtier.testing.storm.place import ExamplePlace
-from kvtier.testing.storm.servers import ObjPlace, ValkeyPlace, server_calls
+from kvtier.testing.storm.secrecy import secret_calls
+from kvtier.testing.storm.servers import ValkeyPlace
 from kvtier.testing.storm.threads import SIMULATED_PACKAGES, installed
 from kvtier.testing.storm.world import PlaceMaker, Shape, World
 
@@ -26,6 +30,8 @@ PLACES: dict[str, PlaceMaker] = {
     "slab": SlabPlace,
     "obj": ObjPlace,
     "valkey": ValkeyPlace,
+    "cluster": ClusterPlace,
+    "mooncake": MooncakePlace,
 }
 """The tiers of this package, by name; an author of another tier passes a mapping of his own."""
 
@@ -47,6 +53,7 @@ WEIGHTS: tuple[tuple[str, float], ...] = (
     ("forget_host", 4.0),
     ("reset", 0.6),
     ("purge", 0.4),
+    ("rekey", 0.4),
     ("settle", 0.5),
     ("restart", 0.4),
     ("crash", 0.4),
@@ -116,7 +123,7 @@ def run_episode(
     world = World(rng, draw_shape(rng, [places[name] for name in episode.tiers]))
     outcome, trace = Outcome(), hashlib.sha256()
     names, weights = zip(*WEIGHTS, strict=True)
-    with _simulated(world, packages):
+    with _simulated(world, packages, episode.seed):
         number = -1
         try:
             world.begin()
@@ -148,7 +155,8 @@ def draw_shape(rng: random.Random, places: Sequence[PlaceMaker]) -> Shape:
     window_tokens = rng.choice([None, None, 6])
     factor = rng.choice([1, 1, 2]) if window_tokens is None else 1
     chosen = rng.sample(list(places), k=min(len(places), rng.choice([1, 1, 2, 3])))
-    return Shape(tuple(chosen), window_tokens, rng.choice([1, 1, 2]), factor)
+    has_ring = rng.random() < 0.4
+    return Shape(tuple(chosen), window_tokens, rng.choice([1, 1, 2]), factor, has_ring)
 
 
 def shrink(
@@ -254,7 +262,7 @@ def _state_of(world: World) -> str:
 
 
 @contextmanager
-def _simulated(world: World, packages: Sequence[str]) -> Iterator[None]:
+def _simulated(world: World, packages: Sequence[str], seed: int) -> Iterator[None]:
     """Install simulated threads, clocks and servers, and keep what threads log; everything is put back."""
     logger = logging.getLogger("kvtier")
     before = logger.level, logger.propagate
@@ -267,7 +275,10 @@ def _simulated(world: World, packages: Sequence[str]) -> Iterator[None]:
         try:
             for module, name, substitute in [
                 *owner_calls(world._weather, lambda: world.life),  # noqa: SLF001
-                *server_calls(),
+                *bucket_calls(),
+                *valkey_calls(),
+                *mooncake_calls(),
+                *secret_calls(seed),
             ]:
                 replaced.append((module, name, getattr(module, name)))
                 setattr(module, name, substitute)
