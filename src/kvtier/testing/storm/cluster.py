@@ -50,11 +50,12 @@ class ClusterNode(ValkeyPlace):
 
     @property
     def is_honest(self) -> bool:
-        """As the cluster's."""
+        """Whether the cluster's tier may believe every acknowledgement."""
         return self._cluster.is_honest
 
     @is_honest.setter
     def is_honest(self, value: bool) -> None:
+        """Note that it may not."""
         self._cluster.is_honest &= value
 
     def happens(self, fault: str) -> bool:
@@ -108,7 +109,7 @@ class ClusterPlace(StormPlace):
         self._next_port = FIRST_PORT + NUM_NODES
         self._owners = [self.nodes[number % NUM_NODES] for number in range(NUM_RANGES)]
         self._moving: tuple[int, ClusterNode] | None = None
-        # The same in all lives: the server keeps a value for as long as whoever wrote it has said.
+        # The same in all lives: the server keeps a value for as long as its writer has said.
         self._sent_ttl_s = weather.rng.choice([0, 86_400, 30])
         self.ttl_s = weather.rng.choice([None, self._sent_ttl_s or None])
 
@@ -130,13 +131,12 @@ class ClusterPlace(StormPlace):
         )
 
     def hurt(self) -> None:
-        """Move slots, let a node die, or damage a value."""
         rng = self.weather.rng
         kind = rng.random()
         if kind < 0.6:
-            self._move_on()
+            self.move_on()
         elif kind < 0.75:
-            self._fail_over(rng.choice(self.nodes))
+            self.fail_over(rng.choice(self.nodes))
         else:
             rng.choice(self.nodes).hurt()
 
@@ -185,7 +185,7 @@ class ClusterPlace(StormPlace):
         self.happened["moved"] += 1
         return b"-MOVED %d %b:%d\r\n" % (slot, HOST_NAME.encode(), owner.port)
 
-    def _move_on(self) -> None:
+    def move_on(self) -> None:
         """Begin to move a range, move some of its names, or end the move."""
         rng = self.weather.rng
         if self._moving is None:
@@ -201,7 +201,8 @@ class ClusterPlace(StormPlace):
         if is_last:
             self._owners[number], self._moving = target, None
 
-    def _fail_over(self, node: ClusterNode) -> None:
+    def fail_over(self, node: ClusterNode) -> None:
+        """Let the replica of a node take its place."""
         self.happened["failover"] += 1
         self.is_honest = False
         node.take_over(self._next_port)

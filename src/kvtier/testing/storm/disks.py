@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from kvtier.config import OffloadingConfig
 from kvtier.testing.storm.place import StormPlace, Weather
-from kvtier.testing.storm.secrecy import forge
+from kvtier.testing.storm.secrecy import RAM_DISK, forge
 from kvtier.tiering.base import SecondaryTierManager, TierSettings
 from kvtier.tiering.fs import FSTier, block_file, system
 from kvtier.tiering.fs.system import link_open_file
@@ -29,8 +29,6 @@ FILE_BYTES = 4096
 
 SHORT_S, LONG_S = 0.5, 40.0
 """How long a slow call and a hung one take; the longer is more than a job's time-out."""
-
-RAM_DISK = Path("/dev/shm")  # noqa: S108  # only for speed; a folder of our own is made in it
 
 
 class SimDisk:

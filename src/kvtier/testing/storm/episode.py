@@ -21,6 +21,7 @@ from kvtier.testing.storm.mooncake import MooncakePlace, mooncake_calls
 from kvtier.testing.storm.place import ExamplePlace
 from kvtier.testing.storm.secrecy import secret_calls
 from kvtier.testing.storm.servers import ValkeyPlace
+from kvtier.testing.storm.settling import Settling
 from kvtier.testing.storm.threads import SIMULATED_PACKAGES, installed
 from kvtier.testing.storm.world import PlaceMaker, Shape, World
 
@@ -60,7 +61,8 @@ WEIGHTS: tuple[tuple[str, float], ...] = (
 )
 """What happens, and how often beside the rest."""
 
-FAULT_OPERATIONS = frozenset({"set_fault", "hurt", "crash", "fail_copy", "reset", "purge", "pass_time"})
+FAULT_OPERATIONS = frozenset({"hurt", "crash", "fail_copy", "reset", "purge", "rekey", "pass_time"})
+"""What is a fault by itself. Others are done under one while a place's calls, or copies, may go wrong."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ class Outcome:
 
     Attributes:
         num_operations: operations that were done.
+        num_faulted: those of them that were a fault, or were done while one could strike.
+        num_struck: those of them that were a fault, or in which one struck.
         digest: of all that was done and seen.
         error: the law that was broken, None when all hold.
         failed_at: the number of the operation after which it was.
@@ -99,6 +103,8 @@ class Outcome:
     """
 
     num_operations: int = 0
+    num_faulted: int = 0
+    num_struck: int = 0
     digest: str = ""
     error: BaseException | None = None
     failed_at: int | None = None
@@ -125,6 +131,7 @@ def run_episode(
     names, weights = zip(*WEIGHTS, strict=True)
     with _simulated(world, packages, episode.seed):
         number = -1
+        num_happened = 0
         try:
             world.begin()
             for number in episode.numbers():
@@ -132,12 +139,16 @@ def run_episode(
                 (name,) = rng.choices(names, weights)
                 if on_operation is not None:
                     on_operation(number, name)
+                is_fault, num_before = name in FAULT_OPERATIONS, num_happened
+                outcome.num_faulted += is_fault or world.is_faulted()
                 _do(world, name, episode.faults)
-                world.check()
+                stats = world.check()
+                num_happened = world.num_happened()
                 outcome.num_operations += 1
-                trace.update(f"{number} {name} {_state_of(world)}\n".encode())
+                outcome.num_struck += is_fault or num_happened > num_before
+                trace.update(f"{number} {name} {_state_of(world, stats)}\n".encode())
             number = episode.num_operations
-            world.settle()
+            Settling(world).run()
             world.check()
         except Exception as error:  # noqa: BLE001  # foreign: whatever is raised here is what the storm looks for
             outcome.error, outcome.failed_at = error, number
@@ -246,16 +257,17 @@ def join_ranges(numbers: Iterable[int]) -> Iterator[str]:
 def _do(world: World, name: str, faults: frozenset[str] | None) -> None:
     if name == "set_fault":
         world.set_fault(faults)
+    elif name == "settle":
+        Settling(world).run()
     else:
         getattr(world, name)()
 
 
-def _state_of(world: World) -> str:
+def _state_of(world: World, stats: Mapping[str, float]) -> str:
     engine = world.engine
     requests = " ".join(
         f"{one.request_id}{one.phase.value[:4]}{one.num_computed}" for one in engine.requests.values()
     )
-    stats = world.manager.stats()
     held = " ".join(f"{stats[name]:g}" for name in ("primary.held_blocks", "primary.evicted", "open_jobs"))
     jobs = " ".join(str(len(tier.open_jobs)) for tier in world.tiers)
     return f"{world.clock():.6f} {world.life} {requests} {held} {jobs}"

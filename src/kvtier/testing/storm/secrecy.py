@@ -16,6 +16,8 @@ from kvtier.tiering.kit import encryption, key_ring
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, MAGIC, HeaderCheck, join_encrypted_header, unpack
 from kvtier.tiering.kit.key_ring import add_entry, drop_tenant, make_ring, read_ring, write_ring
 
+RAM_DISK = Path("/dev/shm")  # noqa: S108  # only for speed; a folder of our own is made in it
+
 RING_TENANTS = ("alice", "bob")
 """Tenants with keys of their own, now and then."""
 
@@ -68,7 +70,8 @@ class StormRing:
     """
 
     def __init__(self, wall_clock: Callable[[], float]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="kvtier-storm-ring-")
+        parent = RAM_DISK if RAM_DISK.is_dir() else None
+        self._folder = tempfile.TemporaryDirectory(prefix="kvtier-storm-ring-", dir=parent)
         self._wall_clock = wall_clock
         self.path = Path(self._folder.name) / "ring"
         write_ring(self.path, add_entry(make_ring(), None, wall_clock()), is_new=True)

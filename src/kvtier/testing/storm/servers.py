@@ -29,7 +29,7 @@ class ServerPlace(StormPlace):
         values: what it keeps.
     """
 
-    fault_names = (
+    fault_names: tuple[str, ...] = (
         "lost",
         "torn",
         "misdirected",
@@ -118,7 +118,7 @@ class ValkeyPlace(ServerPlace):
     def __init__(self, weather: Weather) -> None:
         super().__init__(weather)
         self._ends_s: dict[bytes, float] = {}
-        # The same in all lives: the server keeps a value for as long as whoever wrote it has said.
+        # The same in all lives: the server keeps a value for as long as its writer has said.
         self._sent_ttl_s = weather.rng.choice([0, 86_400, 30])
         self.ttl_s = weather.rng.choice([None, self._sent_ttl_s or None])
 

@@ -3,16 +3,14 @@
 It runs at the end of each episode and now and then within it.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from kvtier.base import OffloadKey, ReqContext, get_offload_tenant, make_offload_key
 from kvtier.misses import MissCause
 from kvtier.testing.storm.engine import BLOCK_TOKENS, chain_hashes
 from kvtier.testing.storm.laws import BrokenLawError, WatchedTier, block_of, require_at_rest
 from kvtier.testing.storm.tenancy import UNLIMITED
-
-if TYPE_CHECKING:
-    from kvtier.testing.storm.world import World
+from kvtier.testing.storm.world import World
 
 RECOVERY_S = 120.0
 """Longer than any pause of a breaker, of a key whose load failed, or of a server that was away."""
@@ -25,15 +23,16 @@ class Settling:
     """Checks a world in which no fault is left.
 
     Args:
-        world: its faults have been taken back.
+        world: its faults are taken back.
     """
 
-    def __init__(self, world: "World") -> None:
+    def __init__(self, world: World) -> None:
         self._world = world
 
     def run(self) -> None:
         """Fail unless every request ends, every job is reported, every slot is free, and tiers work again."""
         world = self._world
+        world.repair_all()
         world.run_out()
         world.clock.advance(RECOVERY_S)
         world.run_out()
@@ -45,6 +44,9 @@ class Settling:
                     f"{len(tier.open_jobs)} jobs of {tier.get_tier_type()} were never reported"
                 )
         require_at_rest(world.engine.scheduler.stats())
+        over = world.host_watch.list_over()
+        world.calm_step()
+        world.host_watch.check_rest(over)
         self._check_events()
         self._check_everything_is_free()
         self._check_tiers_serve()
@@ -141,16 +143,19 @@ class Settling:
         if world.manager.primary.manager.count_held(number):
             raise BrokenLawError("a purge has left blocks of its tenant in host memory")
         for tier, name, keys in zip(world.tiers, world.event_names, found, strict=True):
-            if name in purge.result.unable:
+            if tier.get_tier_type() in purge.result.unable:  # two tiers of one type share the name
                 continue
             world.seen["tenant purged in a tier"] += 1
-            for key in keys:
-                is_held = self._lookup(tier, key)
-                if is_held and get_offload_tenant(key) == number:
-                    raise BrokenLawError(f"{name} still finds a block of a tenant that was purged")
-                is_lost = is_held is False and get_offload_tenant(key) != number
-                if is_lost and tier.place.is_honest and tier.place.ttl_s is None:
-                    raise BrokenLawError(f"the purge of a tenant took a block of another one from {name}")
+            self._check_purged(tier, name, keys, number)
+
+    def _check_purged(self, tier: WatchedTier, name: str, keys: Sequence[OffloadKey], number: int) -> None:
+        for key in keys:
+            is_held = self._lookup(tier, key)
+            if is_held and get_offload_tenant(key) == number:
+                raise BrokenLawError(f"{name} still finds a block of a tenant that was purged")
+            is_lost = is_held is False and get_offload_tenant(key) != number
+            if is_lost and tier.place.is_honest and tier.place.ttl_s is None:
+                raise BrokenLawError(f"the purge of a tenant took a block of another one from {name}")
 
     def _check_expiry(self) -> None:
         """After its time to live no block is found, and its tier says why."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtier.base import OffloadKey, get_offload_tenant
+from kvtier.base import OffloadKey, ReqContext, get_offload_tenant
 from kvtier.cpu.manager import CPUOffloadingManager, HostDeparture
 from kvtier.tenants import HOST, NO_TENANT, OTHERS, Tenant, Tenants, parse_tenants
 from kvtier.testing.storm.laws import BrokenLawError
@@ -88,7 +88,7 @@ class HostWatch:
     """Sits on a manager of host memory, and checks who is evicted for whom, and how old blocks are.
 
     Args:
-        manager: two of its methods are replaced.
+        manager: three of its methods are replaced.
         tenants: of the engine.
         row_bytes: of a slot.
         ttl_s: seconds that a block may live; None: for ever.
@@ -113,8 +113,10 @@ class HostWatch:
         self._finish_writes = manager.finish_writes
         if tenants is not None and tenants.has_quota(HOST):
             manager.evict = self._watch_evict  # type: ignore[method-assign]  # what every store passes
+        self._lookup = manager.lookup
         if ttl_s is not None:
             manager.finish_writes = self._watch_finish  # type: ignore[method-assign]  # the same
+            manager.lookup = self._watch_lookup  # type: ignore[method-assign]  # what every search passes
 
     def list_over(self) -> set[OffloadKey]:
         """Return the idle blocks that have lived for longer than they may."""
@@ -124,13 +126,10 @@ class HostWatch:
         held = table.slots.held_blocks(table.get_block)
         return {key for key, block in held.items() if block.ref_cnt == 0 and self._stored_s[key] <= limit_s}
 
-    def check_ages(self, over: set[OffloadKey]) -> None:
-        """Fail when a block that was over and idle before a step is still there after it.
-
-        One that is unpinned within a step leaves with the next one.
-        """
-        if over and over & self.list_over():
-            raise BrokenLawError("host memory holds a block beyond its time to live")
+    def check_rest(self, over: set[OffloadKey]) -> None:
+        """Fail when a block that was over before a step is there after it, although nothing is under way."""
+        if over & self.list_over():
+            raise BrokenLawError("host memory keeps a block beyond its time to live")
 
     def check_sums(self, stats: Mapping[str, float]) -> None:
         """Fail when the tenants' blocks are not all blocks, or not those that are held."""
@@ -144,7 +143,7 @@ class HostWatch:
         for label in self._tenants.labels():
             if stats[f"primary.tenant_blocks.{label}"] != told[label]:
                 raise BrokenLawError(
-                    f"tenant {label} has {told[label]} blocks in host memory, not as it is told"
+                    f"tenant {label} has {told[label]} blocks in host memory, not as the statistics say"
                 )
 
     def _watch_finish(
@@ -154,6 +153,12 @@ class HostWatch:
         if success:
             self._stored_s.update(dict.fromkeys(finished, self._clock()))
         return finished
+
+    def _watch_lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        answer = self._lookup(key, req_context)
+        if answer and self._ttl_s is not None and self._clock() - self._stored_s[key] >= self._ttl_s:
+            raise BrokenLawError("host memory serves a block beyond its time to live")
+        return answer
 
     def _watch_evict(
         self,

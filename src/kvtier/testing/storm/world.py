@@ -28,7 +28,6 @@ from kvtier.testing.storm.laws import BrokenLawError, Router, ThreadErrors, Watc
 from kvtier.testing.storm.memory import PAGE_BYTES, HostRows
 from kvtier.testing.storm.place import StormPlace, Weather
 from kvtier.testing.storm.secrecy import StormRing
-from kvtier.testing.storm.settling import Settling
 from kvtier.testing.storm.tenancy import HostWatch, Tenancy, draw_tenancy
 from kvtier.testing.storm.threads import WALL_START_S, SimThreads
 from kvtier.tiering.base import CascadeMode, TierSettings
@@ -150,9 +149,7 @@ class World:
     def step(self) -> None:
         """The engine takes a step, beside threads and copies."""
         rng = self.rng
-        over = self.host_watch.list_over()
         self.engine.step(rng.choice([4, 8, 16, 64]))
-        self.host_watch.check_ages(over)
         self.router.read(self.engine.scheduler.take_events())
         self.router.check_host(self.manager.primary.table)
         self.threads.run(rng.choice([0, 4, 20, 60, 60]))
@@ -255,10 +252,21 @@ class World:
         """The engine is killed and started again."""
         self._end_life()
 
+    def is_faulted(self) -> bool:
+        """Return whether something may go wrong in the next operation."""
+        handlers = [handler for worker in self.engine.workers for handler in (worker.loads, worker.stores)]
+        return any(place.ratios for place in self.places) or any(
+            handler.num_to_fail or handler.num_to_decline for handler in handlers
+        )
+
+    def num_happened(self) -> int:
+        """Return how often faults of places have happened."""
+        return sum(place.happened[name] for place in self.places for name in place.fault_names)
+
     # What must hold
 
-    def check(self) -> None:
-        """Check what holds at any time."""
+    def check(self) -> dict[str, float]:
+        """Check what holds at any time, and return the manager's statistics."""
         self.manager.check()
         laws = [*self.engine.broken_laws(), *self.errors.found, *self._weather.plain.broken_laws]
         if laws:
@@ -266,15 +274,15 @@ class World:
         stats = self.manager.stats()
         require_bounded(stats, len(self.engine.requests), self.num_slots)
         self.host_watch.check_sums(stats)
+        return stats
 
-    def settle(self) -> None:
-        """Repair everything, and check that all is as it must be then."""
+    def repair_all(self) -> None:
+        """Take every fault back."""
         for place in self.places:
             place.ratios.clear()
         for worker in self.engine.workers:
             for handler in (worker.loads, worker.stores):
                 handler.num_to_fail = handler.num_to_decline = 0
-        Settling(self).run()
 
     def run_out(self) -> None:
         """Take steps until every request has ended and every job is reported."""
