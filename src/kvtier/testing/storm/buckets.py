@@ -28,6 +28,7 @@ class ObjPlace(ServerPlace):
     """
 
     present: ClassVar["ObjPlace"]
+    quota_tier: ClassVar[str] = "obj"
 
     def __init__(self, weather: Weather) -> None:
         super().__init__(weather)

@@ -13,6 +13,7 @@ from kvtier.config import OffloadingConfig
 from kvtier.testing.storm.place import StormPlace, Weather
 from kvtier.testing.storm.servers import ServerPlace, SimConnections, ValkeyPlace
 from kvtier.tiering.base import SecondaryTierManager, TierSettings
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
 from kvtier.tiering.valkey import ValkeyTier
 from kvtier.tiering.valkey import place as valkey_place
 from kvtier.tiering.valkey import servers as valkey_servers
@@ -101,6 +102,8 @@ class ClusterPlace(StormPlace):
 
     fault_names = (*ServerPlace.fault_names, "node_down")
     can_encrypt: ClassVar[bool] = True
+    quota_tier: ClassVar[str] = "valkey"
+    header_bytes: ClassVar[int] = ENVELOPE_BYTES
     present: ClassVar["ClusterPlace"]
 
     def __init__(self, weather: Weather) -> None:

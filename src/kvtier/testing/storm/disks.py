@@ -185,6 +185,7 @@ class FSPlace(DirectoryPlace):
     """The fs tier."""
 
     quota_tier: ClassVar[str] = "fs"
+    header_bytes: ClassVar[int] = FILE_BYTES
 
     def build(
         self, config: OffloadingConfig, view: memoryview, settings: TierSettings
@@ -236,6 +237,7 @@ class SlabPlace(DirectoryPlace):
     """The slab tier."""
 
     quota_tier: ClassVar[str] = "slab"
+    header_bytes: ClassVar[int] = FILE_BYTES
 
     def __init__(self, weather: Weather) -> None:
         super().__init__(weather)

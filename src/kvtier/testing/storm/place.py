@@ -63,6 +63,9 @@ class StormPlace(ABC):
     quota_tier: ClassVar[str] = ""
     """The type of its tier where that keeps quotas of tenants."""
 
+    header_bytes: ClassVar[int] = 0
+    """What a block takes in it beside its row."""
+
     can_encrypt: ClassVar[bool] = False
     """Whether its tier can encrypt, and the place calls ``watch``."""
 

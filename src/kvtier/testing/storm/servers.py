@@ -13,6 +13,7 @@ from kvtier.config import OffloadingConfig
 from kvtier.testing.storm.place import StormPlace, Weather
 from kvtier.testing.storm.secrecy import forge
 from kvtier.tiering.base import SecondaryTierManager, TierSettings
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
 from kvtier.tiering.valkey import ValkeyTier
 
 HANG_S, SLOW_S = 1.5, 0.3
@@ -45,6 +46,7 @@ class ServerPlace(StormPlace):
     )
 
     can_encrypt: ClassVar[bool] = True
+    header_bytes: ClassVar[int] = ENVELOPE_BYTES
 
     def __init__(self, weather: Weather) -> None:
         super().__init__(weather)
@@ -114,6 +116,7 @@ class ValkeyPlace(ServerPlace):
     """
 
     present: ClassVar["ValkeyPlace"]
+    quota_tier: ClassVar[str] = "valkey"
 
     def __init__(self, weather: Weather) -> None:
         super().__init__(weather)
@@ -161,7 +164,11 @@ class ValkeyPlace(ServerPlace):
                 self._ends_s[name] = now_s + int(words[2]) / 1000
             return b":%d\r\n" % (name in self.values)
         if verb == b"UNLINK":
-            return b":%d\r\n" % (self.values.pop(name, None) is not None)
+            is_removed = self.values.pop(name, None) is not None
+            self.is_honest &= (
+                not is_removed
+            )  # what a quota takes the tier learns of when it looks for the block
+            return b":%d\r\n" % is_removed
         if verb in PLACE_VERBS:
             return self._describe(verb)
         value = self.find(name)

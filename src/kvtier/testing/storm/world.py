@@ -15,7 +15,6 @@ from kvtier.config import GroupKind, KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.errors import ConfigError, ControlError, TierError
 from kvtier.tenants import HOST, NO_TENANT, tenant_number
 from kvtier.testing.clock import ManualClock
-from kvtier.testing.storm.disks import FILE_BYTES
 from kvtier.testing.storm.engine import (
     BLOCK_TOKENS,
     Params,
@@ -429,13 +428,13 @@ class World:
 
     def _draw_extra(self, row_bytes: int) -> dict[str, object]:
         """Draw tenants and encryption; a ring that is there has changed now and then when the engine starts."""
-        quota_tiers = [place.quota_tier for place in self.places if place.quota_tier]
-        block_bytes = {HOST: row_bytes} | dict.fromkeys(quota_tiers, FILE_BYTES + row_bytes)
+        keeping = {place.quota_tier: place.header_bytes for place in self.places if place.quota_tier}
+        block_bytes = {HOST: row_bytes} | {tier: header + row_bytes for tier, header in keeping.items()}
         self.tenancy = draw_tenancy(self.rng, block_bytes)
         extra: dict[str, object] = {"tenant_salt": self.tenancy.salt} if self.tenancy.salt else {}
         if self.tenancy.setting is not None:
             extra["tenants"] = self.tenancy.setting
-            extra["secondary_tiers"] = [{"type": name} for name in quota_tiers]
+            extra["secondary_tiers"] = [{"type": name} for name in keeping]
         self._is_encrypted = self.ring is not None and self.rng.random() < 0.7
         if self.ring is not None:
             if self.rng.random() < 0.5:
