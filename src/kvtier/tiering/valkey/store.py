@@ -26,6 +26,7 @@ from kvtier.tiering.kit.envelope import (
 )
 from kvtier.tiering.kit.io_pool import TransferOutcome
 from kvtier.tiering.kit.losses import BackendLosses
+from kvtier.tiering.kit.quota_keeper import QuotaKeeper
 from kvtier.tiering.kit.siblings import SiblingNamespaces
 from kvtier.tiering.valkey.connection import Command, ReplyOrError, error_code, make_command
 from kvtier.tiering.valkey.errors import TIER_TYPE
@@ -146,6 +147,7 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         renews: whether a use counts; otherwise they count from the store.
         clock: seconds, monotonic.
         wall_clock: seconds since 1970, for the order of namespaces.
+        quotas: keeps tenants within theirs; None: they have none here.
 
     Attributes:
         losses: why blocks are gone.
@@ -162,9 +164,11 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         *,
         renews: bool = True,
         wall_clock: Callable[[], float] = time.time,
+        quotas: QuotaKeeper | None = None,
     ) -> None:
         self._renews = renews
         self._wall_clock = wall_clock
+        self._quotas = quotas
         self.siblings = SiblingNamespaces(TIER_TYPE, ValkeySiblings(servers), clock, FIRST_PAUSE_S)
         self.losses = BackendLosses(TIER_TYPE, clock, ttl_s, renews=renews)
         self._servers = servers
@@ -176,6 +180,8 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         self._described = DescribedNamespaces()
 
     def open_namespace(self, identity: Namespace, *, is_new: bool) -> ValkeyNamespace:
+        if self._quotas is not None:
+            self._quotas.names.on_opened(identity)
         return ValkeyNamespace(identity)
 
     def with_deadline(self, end_s: float) -> "ValkeyBlockStore":
@@ -225,6 +231,8 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         self.losses.on_stored([*held, *written])
         if self.siblings.found:
             self.siblings.forget([*held, *written])
+        if self._quotas is not None:
+            self._quotas.on_stored(written, self._value_bytes)
         failed = [reply for reply in replies if not _is_done(reply) and error_code(reply) != "OOM"]
         return TransferOutcome([*held, *written], is_fault=any(map(self._servers.is_fault, failed)))
 
@@ -268,6 +276,8 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
 
     def check_reachable(self) -> None:
         self._servers.check_reachable()
+        if self._quotas is not None:
+            self._quotas.check()
 
     def restore_description(self, namespace: ValkeyNamespace) -> bool:
         if not self._described.has(namespace.identity.name):
@@ -285,9 +295,11 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         self.losses.clear()
 
     def stats(self) -> dict[str, float]:
-        return self._counters.snapshot()
+        return self._counters.snapshot() | ({} if self._quotas is None else self._quotas.stats())
 
     def close(self) -> None:
+        if self._quotas is not None:
+            self._quotas.close()
         self._servers.close()
 
     def _run(self, commands: Sequence[Command], extras: Sequence[Command] = ()) -> list[ReplyOrError]:
