@@ -123,7 +123,7 @@ class ConfigError(KVTierError, ValueError):
 
 
 class PlaceError(ConfigError):
-    """What lies where a tier is to keep its blocks stops it: something else, somebody else's, or more than fits.
+    """What lies where a tier is to keep its blocks stops it: something else, what another user owns, or more than fits.
 
     The setting that names the place may be right all the same, and the place be mended later: a tier that is not
     ``required`` is left out, and no start ends.

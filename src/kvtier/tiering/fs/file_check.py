@@ -1,11 +1,10 @@
 """Whether a block's file is whole, found out without an engine and with little memory, whatever lies in its place."""
 
 import os
+from collections.abc import Iterator
 from typing import NamedTuple
 
-import xxhash
-
-from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES, Envelope, unpack
+from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES, Envelope, digest_pieces, unpack
 from kvtier.tiering.kit.place import BlockState, Opener, check_bytes
 
 PIECE_BYTES = 4 * 2**20
@@ -82,20 +81,19 @@ def _check(
         return state
     assert isinstance(envelope, Envelope), "a sensible one"
     if not envelope.is_encrypted:
-        return BlockState.WHOLE if _digest(fd, status.st_size) == envelope.checksum else BlockState.DAMAGED
+        digest = digest_pieces(_read_pieces(fd, status.st_size))
+        return BlockState.WHOLE if digest == envelope.checksum else BlockState.DAMAGED
     if opener is None:
         return BlockState.ENCRYPTED
     return check_bytes(header, _read_payload(fd, envelope.stored_bytes), namespace_name, name, opener)
 
 
-def _digest(fd: int, end: int) -> bytes:
-    """Return the digest of what stands behind the header, up to ``end``: the file may grow meanwhile."""
-    digest = xxhash.xxh3_128()
+def _read_pieces(fd: int, end: int) -> Iterator[bytes]:
+    """Yield what stands behind the header, up to ``end``: the file may grow meanwhile."""
     offset = HEADER_PAGE_BYTES
     while offset < end and (piece := os.pread(fd, min(PIECE_BYTES, end - offset), offset)):
-        digest.update(piece)
+        yield piece
         offset += len(piece)
-    return digest.digest()
 
 
 def _read_payload(fd: int, num_bytes: int) -> memoryview:
