@@ -50,6 +50,9 @@ BATCH_NAMES = 500
 
 OWN_NAMES = "kvtier:*"
 
+NAMED_VERBS = frozenset({"GET", "MEMORY USAGE", "OBJECT IDLETIME", "STRLEN", "UNLINK"})
+"""Commands about one name. Each node of a cluster is asked about the names that it lists, and where one of its slots is
+just arriving it answers only those that say ASKING; to other nodes that word means nothing."""
 
 MAX_ANSWER_BYTES = 2**30
 """Bytes of an answer here, at most: a value may be half of that, and a pipeline of short answers is each far less."""
@@ -76,6 +79,7 @@ class PlaceNode:
     def __init__(self, settings: ValkeySettings, address: Address) -> None:
         self.length_command = "MEMORY USAGE"
         self._address = address
+        self._is_of_cluster = settings.cluster
         self._connections = ServerConnections(settings, address)
         # One connection for all commands: what ``greet`` says holds for it alone.
         self._connection: PlainConnection | TLSConnection | None = None
@@ -120,9 +124,21 @@ class PlaceNode:
                 self._connection = self._connections.take()
             sock = self._connection.lend_socket()
             deadline = Deadline(time.monotonic, time.monotonic() + MAX_EXCHANGE_S)
-            send_all(sock, [_encoded(command) for command in commands], deadline)
+            is_asking = [self._is_of_cluster and command[0] in NAMED_VERBS for command in commands]
+            pairs = list(zip(commands, is_asking, strict=True))
+            requests = [
+                _encoded(one)
+                for command, asks in pairs
+                for one in ((("ASKING",),) if asks else ()) + (command,)
+            ]
+            send_all(sock, requests, deadline)
             reader = ReplyReader(sock, deadline)
-            return [read_tree(reader, MAX_ANSWER_BYTES) for _ in commands]
+            replies: list[Tree] = []
+            for asks in is_asking:
+                if asks:
+                    read_tree(reader, MAX_ANSWER_BYTES)
+                replies.append(read_tree(reader, MAX_ANSWER_BYTES))
+            return replies
         except Exception as error:  # noqa: BLE001  # foreign: a client library may raise anything
             self._drop()
             raise unreachable(self._address, error) from None
