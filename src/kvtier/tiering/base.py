@@ -34,7 +34,6 @@ DEFAULT_JOB_TIMEOUT_S = 30.0
 """Seconds after which a tier ends a job as failed. Shorter gives slots back sooner when a disk or server
 hangs; longer lets a slow one finish large batches. Waiting requests are bounded by ``lookup_deadline_s``."""
 
-
 MAX_JOB_TIMEOUT_S = 86_400.0
 """Seconds. A day is longer than any transfer; far longer times overflow the clocks of threads that wait."""
 
@@ -225,6 +224,7 @@ class SecondaryTierManager(ABC):
             arguments of the constructor.
         can_encrypt: whether it keeps to the engine's setting ``encryption``; otherwise it is refused where that is set.
         keeps_quotas: whether it keeps to the quotas of the engine's tenants; otherwise one for it is refused.
+        no_quotas_reason: why it cannot, for that refusal; empty where there is nothing to say.
         locality: where its blocks are as seen from the engine, for events; None when that depends, as for a directory.
         settings: the settings that every tier has.
         capacity_blocks: the most blocks that it can hold; None when it cannot say.
@@ -234,6 +234,7 @@ class SecondaryTierManager(ABC):
     own_settings: ClassVar[type[IsDataclass] | None] = None
     can_encrypt: ClassVar[bool] = False
     keeps_quotas: ClassVar[bool] = False
+    no_quotas_reason: ClassVar[str] = ""
     locality: ClassVar[Locality | None] = None
     capacity_blocks: int | None = None
 

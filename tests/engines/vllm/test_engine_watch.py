@@ -14,9 +14,9 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 import torch
-from tests.engines.vllm.configs import cache_config, full, group, with_kvtier
+from tests.engines.vllm.configs import NUM_BLOCKS, cache_config, full, group, with_kvtier
 from tests.engines.vllm.mini_engine import MiniEngine
-from tests.engines.vllm.test_hooks import NUM_BLOCKS, PROMPT, fill, pages, store
+from tests.engines.vllm.test_hooks import PROMPT, fill, pages, store
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.v1.engine import core as engine_core

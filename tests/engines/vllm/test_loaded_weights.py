@@ -19,10 +19,14 @@ from kvtier.engines.vllm.loaded_weights import (
 )
 
 TRANSFER = Weights(Origin.TRANSFER)
-UPDATE = [("start_weight_update", {}), ("update_weights", {"update_info": {}}), ("finish_weight_update", {})]
-DRAFT_UPDATE = [("start_draft_weight_update", {}), *UPDATE[1:]]
-
 Calls = list[tuple[str, dict[str, Any]]]  # Any: arguments of a user's call
+
+UPDATE: Calls = [
+    ("start_weight_update", {}),
+    ("update_weights", {"update_info": {}}),
+    ("finish_weight_update", {}),
+]
+DRAFT_UPDATE: Calls = [("start_draft_weight_update", {}), *UPDATE[1:]]
 
 
 def follow(calls: Calls, weights: LoadedWeights | None = None) -> LoadedWeights:
@@ -93,6 +97,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4, bias=False)
+        self.scale: torch.Tensor
         self.register_buffer("scale", torch.ones(()))
 
 
