@@ -309,12 +309,9 @@ class SecondaryTierManager(ABC):
         """
 
     def switch_model(self, model: ModelIdentity) -> None:
-        """Move to the namespace that an engine started with ``model`` has; as ``reset`` otherwise.
+        """Move to the namespace that an engine started with the weights ``model`` has; otherwise as ``reset``.
 
         A tier that does not override this is reset: no other engine finds what comes after it.
-
-        Args:
-            model: the weights that are loaded now; everything else of the engine is as before.
         """
         del model
         self.reset(os.urandom(EPOCH_BYTES))
