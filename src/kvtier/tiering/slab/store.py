@@ -15,9 +15,9 @@ from kvtier.base import OffloadKey
 from kvtier.errors import TierError
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
-from kvtier.tiering.kit.backend import BlockStore, Counters, Rows
+from kvtier.tiering.kit.backend import BlockStore, Counters, Rows, ThreadPages, allocate_pages
 from kvtier.tiering.kit.block_format import BlockFormat
-from kvtier.tiering.kit.disk import ThreadPages, allocate_pages, checksum_ahead, plan_num_checksums_ahead
+from kvtier.tiering.kit.disk import checksum_ahead, plan_num_checksums_ahead
 from kvtier.tiering.kit.envelope import FAILURE_OF_CHECK, FAULTS, HEADER_PAGE_BYTES, HeaderCheck
 from kvtier.tiering.kit.health import OutageLog
 from kvtier.tiering.kit.io_pool import TransferOutcome
