@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from kvtier.testing.storm.buckets import ObjPlace, bucket_calls
 from kvtier.testing.storm.cluster import ClusterPlace, valkey_calls
 from kvtier.testing.storm.disks import FSPlace, SlabPlace, owner_calls
-from kvtier.testing.storm.mooncake import MooncakePlace, mooncake_calls
+from kvtier.testing.storm.mooncake import MooncakePlace, adapter_loaded, mooncake_calls
 from kvtier.testing.storm.place import ExamplePlace
 from kvtier.testing.storm.secrecy import secret_calls
 from kvtier.testing.storm.servers import ValkeyPlace
@@ -280,6 +280,7 @@ def _simulated(world: World, packages: Sequence[str], seed: int) -> Iterator[Non
     before = logger.level, logger.propagate
     replaced: list[tuple[object, str, object]] = []
     with ExitStack() as stack:
+        stack.enter_context(adapter_loaded())
         stack.enter_context(installed(world.threads, packages))
         logger.addHandler(world.errors)
         logger.setLevel(logging.ERROR)

@@ -1,23 +1,72 @@
 """The mooncake tier with a store in the same process, in place of the client of Mooncake's library.
 
-The library itself must be installed, because the tier's own modules import it; none of it is called. Memory is read
-and written by address, as the library does, and answers are its numbers. What is being read has a lease, and cannot be
-removed.
+None of the library is called. Where it cannot be loaded the tier's own modules are imported over a stub, and are there
+only while a storm runs: elsewhere in the process the library is still missing. Memory is read and written by address,
+as the library does, and answers are its numbers. What is being read has a lease, and cannot be removed.
 """
 
 import ctypes
+import importlib
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
 from typing import ClassVar
 
 from kvtier.config import OffloadingConfig
-from kvtier.errors import TierError
+from kvtier.errors import MissingExtraError, TierError
 from kvtier.testing.storm.place import Weather
 from kvtier.testing.storm.servers import SLOW_S, ServerPlace
 from kvtier.tiering.base import SecondaryTierManager, TierSettings
-from kvtier.tiering.mooncake import MooncakeTier, native
-from kvtier.tiering.mooncake import client as mooncake_client
-from kvtier.tiering.mooncake.errors import Code
-from kvtier.tiering.mooncake.settings import MooncakeSettings
+
+ADAPTER = "kvtier.tiering.mooncake"
+LIBRARY = ("mooncake", "mooncake.store")
+
+
+class _NoLibrary:
+    """What the adapter imports from a library that is missing; a storm puts another class in its place."""
+
+
+def _import_over_stub() -> dict[str, ModuleType]:
+    """Import the tier's modules where the library cannot be loaded, and return them; empty where it can."""
+    try:
+        importlib.import_module(ADAPTER)
+    except MissingExtraError:
+        before = {name: sys.modules.pop(name) for name in LIBRARY if name in sys.modules}
+        sys.modules |= {name: ModuleType(name) for name in LIBRARY}
+        vars(sys.modules[LIBRARY[1]]).update(MooncakeDistributedStore=_NoLibrary, ReplicateConfig=_NoLibrary)
+        try:
+            importlib.import_module(ADAPTER)
+        finally:
+            for name in LIBRARY:
+                del sys.modules[name]
+            sys.modules |= before
+        return {name: module for name, module in sys.modules.items() if name.startswith(ADAPTER)}
+    return {}
+
+
+_over_stub = _import_over_stub()
+
+from kvtier.tiering.mooncake import MooncakeTier, native  # noqa: E402  # it can be imported now
+from kvtier.tiering.mooncake import client as mooncake_client  # noqa: E402
+from kvtier.tiering.mooncake.errors import Code  # noqa: E402
+from kvtier.tiering.mooncake.settings import MooncakeSettings  # noqa: E402
+
+for _name in _over_stub:
+    del sys.modules[_name]
+
+
+@contextmanager
+def adapter_loaded() -> Iterator[None]:
+    """Have the tier's modules among those that are loaded, for as long as their threads are simulated."""
+    sys.modules |= _over_stub
+    try:
+        yield
+    finally:
+        for name in _over_stub:
+            del sys.modules[name]
+
 
 LEASE_S = 5.0
 RPC_TIMEOUT_S = 2.0
