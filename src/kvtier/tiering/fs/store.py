@@ -40,7 +40,7 @@ from kvtier.tiering.kit.envelope import (
     FAULTS,
     make_header,
 )
-from kvtier.tiering.kit.io_pool import TransferOutcome
+from kvtier.tiering.kit.io_pool import TransferOutcome, outcome_of
 from kvtier.tiering.kit.siblings import SiblingNamespaces
 from kvtier.tiering.kit.tenant_counts import TenantCounts
 
@@ -174,14 +174,14 @@ class FSBlockStore(BlockStore[FSNamespace]):
             self.siblings.forget(stored)
         reached = list(outcomes.values())
         num_written = reached.count(StoreOutcome.WRITTEN)
-        num_failed = reached.count(StoreOutcome.FAILED)
+        failed = [key for key, outcome in outcomes.items() if outcome is StoreOutcome.FAILED]
         self._counters.add(
             stored_blocks=num_written,
             stored_bytes=num_written * self._row_bytes,
-            declined=len(reached) - len(stored) - num_failed,
-            store_errors=num_failed,
+            declined=len(reached) - len(stored) - len(failed),
+            store_errors=len(failed),
         )
-        return TransferOutcome(held + stored, is_fault=num_failed > 0)
+        return outcome_of(held + stored, failed)
 
     def load(
         self, namespace: FSNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
@@ -195,7 +195,7 @@ class FSBlockStore(BlockStore[FSNamespace]):
         if absent:
             self._check_folders_of(namespace, absent)
         self._counters.add(hits=len(succeeded), loaded_bytes=len(succeeded) * self._row_bytes)
-        return TransferOutcome(succeeded, is_fault=not FAULTS.isdisjoint(failures.values()))
+        return outcome_of(succeeded, [key for key, failure in failures.items() if failure in FAULTS])
 
     def _remove_expired(
         self, namespace: FSNamespace, keys: Sequence[OffloadKey], expiry: BlockExpiry
@@ -305,7 +305,7 @@ class BlockWriter:
                 ):
                     break
         finally:
-            reservation.end(self._usage)
+            self._evictor.on_reserved(0, reservation.end(self._usage))
             if self._outage.is_out or self._full_disk.is_out:
                 self._report(outcomes, reservation)
             if deletions.num_seen != num_deletions:

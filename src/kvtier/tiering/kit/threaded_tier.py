@@ -43,6 +43,7 @@ from kvtier.tiering.kit.direct import DirectUse
 from kvtier.tiering.kit.envelope import MAX_KEY_BYTES
 from kvtier.tiering.kit.health import BackendHealth
 from kvtier.tiering.kit.io_pool import IOPool, Transfer, TransferOutcome
+from kvtier.tiering.kit.joining import SharedRuns, plan_max_joined_blocks
 from kvtier.tiering.kit.lookup import AsyncLookup, Generation
 from kvtier.tiering.kit.purging import BackgroundPurge, RemoveBlocks
 from kvtier.tiering.kit.tier_encryption import open_tier_encryption
@@ -75,6 +76,8 @@ class ThreadOptions:
         num_store_threads: how many of the threads may store at the same time, None for each.
         cuts_evenly: whether a job is cut into as few tasks as keep every thread busy. True where a call costs much
             beside its blocks, as a server's answer does; False where the last small tasks let threads end together.
+        joins_jobs: whether a thread may move small jobs of several requests with one call of the block store, which
+            then names the faults among the blocks that failed (``TransferOutcome.faults``).
     """
 
     num_threads: int
@@ -83,6 +86,7 @@ class ThreadOptions:
     negative_ttl_s: float = DEFAULT_NEGATIVE_TTL_S
     num_store_threads: int | None = None
     cuts_evenly: bool = False
+    joins_jobs: bool = False
 
 
 class ThreadedTier(
@@ -135,6 +139,7 @@ class ThreadedTier(
             num_store_threads=options.num_store_threads,
             max_task_blocks=options.max_task_blocks,
             cuts_evenly=options.cuts_evenly,
+            max_joined_blocks=plan_max_joined_blocks(self._row_bytes) if options.joins_jobs else 1,
         )
         self._lookup = AsyncLookup(
             name,
@@ -147,11 +152,14 @@ class ThreadedTier(
         self._purge = None if remove_blocks is None else BackgroundPurge(name, remove_blocks)
         self._open_stores: dict[JobId, tuple[OffloadKey, ...]] | None = {} if settings.emit_events else None
         self._namespace = self._open_namespace(b"")
+        self._shared_runs = (
+            SharedRuns(self._bind, settings.job_timeout_s, clock) if options.joins_jobs else None
+        )
         self.direct = DirectUse(
             self._pool,
             self._contains_batch,
-            submit_store=lambda job: self._submit(job, self._store),
-            submit_load=lambda job: self._submit(job, self._load),
+            submit_store=lambda job: self._submit(job, self._bind(self._store)),
+            submit_load=lambda job: self._submit(job, self._bind(self._load)),
         )
         self._num_drops = 0
         self._is_closed = False
@@ -187,12 +195,12 @@ class ThreadedTier(
         return self._lookup.lookup(key)
 
     def submit_store(self, job: JobMetadata) -> None:
-        self._submit(job, self._store)
+        self._submit(job, self._find_run(self._store))
         if self._open_stores is not None:
             self._open_stores[job.job_id] = job.keys
 
     def submit_load(self, job: JobMetadata) -> None:
-        self._submit(job, self._load)
+        self._submit(job, self._find_run(self._load))
 
     def get_finished(self) -> Iterable[JobResult]:
         # For callers that never end a step; for others nothing is left to send.
@@ -251,7 +259,7 @@ class ThreadedTier(
 
     def reset(self, epoch: bytes) -> None:
         self._namespace = self._open_namespace(epoch)
-        self._lookup.clear()
+        self._start_generation()
 
     def begin_purge(self) -> None:
         if self._purge is None:
@@ -270,7 +278,7 @@ class ThreadedTier(
         assert self._purge is not None, "only a purge that has begun goes on"
         found = self._purge.poll()
         if isinstance(found, PurgeOutcome):
-            self._lookup.clear()  # what was found before is gone
+            self._start_generation()  # what was found before is gone
             self._block_store.on_purged()
             if self._encryption is not None:
                 # The backend has keyed names. Without keys every announced block is withdrawn.
@@ -302,15 +310,23 @@ class ThreadedTier(
         """Return the blocks whose store has not been reported yet; without ``emit_events`` none is recorded."""
         return frozenset().union(*(self._open_stores or {}).values())
 
-    def _submit(self, job: JobMetadata, move: "_Move[S]") -> None:
-        """Queue a job with what moves its blocks, bound to the namespace of now."""
+    def _submit(self, job: JobMetadata, run: Transfer) -> None:
         check_job(job, self._num_rows, self._name)
-        timeout_s = self.settings.job_timeout_s
-        block_store = self._block_store.with_deadline(self._clock() + timeout_s)
+        self._pool.submit(job, run, self.settings.job_timeout_s)
+
+    def _find_run(self, move: "_Move[S]") -> Transfer:
+        return self._bind(move) if self._shared_runs is None else self._shared_runs.find(move)
+
+    def _bind(self, move: "_Move[S]") -> Transfer:
+        """Return what moves blocks, bound to the namespace of now."""
+        block_store = self._block_store.with_deadline(self._clock() + self.settings.job_timeout_s)
         run: Transfer = partial(move, block_store, self._namespace, self._lookup.generation)
-        if self._encryption is not None:
-            run = self._encryption.bind(run)
-        self._pool.submit(job, run, timeout_s)
+        return run if self._encryption is None else self._encryption.bind(run)
+
+    def _start_generation(self) -> None:
+        self._lookup.clear()
+        if self._shared_runs is not None:
+            self._shared_runs.clear()
 
     def explain_keyless(self, key: OffloadKey) -> Miss | None:
         """Return that the ring has no key for the tenant of ``key``; None where it has, or nothing is encrypted."""

@@ -24,7 +24,7 @@ from kvtier.tiering.kit.envelope import (
     HeaderCheck,
     unpack,
 )
-from kvtier.tiering.kit.io_pool import TransferOutcome
+from kvtier.tiering.kit.io_pool import TransferOutcome, outcome_of
 from kvtier.tiering.kit.losses import BackendLosses
 from kvtier.tiering.valkey.connection import Command, ReplyOrError, error_code, make_command
 from kvtier.tiering.valkey.errors import TIER_TYPE
@@ -213,8 +213,12 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
             store_errors=num_failed,
         )
         self.losses.on_stored([*held, *written])
-        failed = [reply for reply in replies if not _is_done(reply) and error_code(reply) != "OOM"]
-        return TransferOutcome([*held, *written], is_fault=any(map(self._servers.is_fault, failed)))
+        faults = [
+            key
+            for (key, _), reply in zip(todo, replies, strict=True)
+            if not _is_done(reply) and error_code(reply) != "OOM" and self._servers.is_fault(reply)
+        ]
+        return outcome_of([*held, *written], faults)
 
     def load(
         self, namespace: ValkeyNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
@@ -235,7 +239,7 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
             raise
         succeeded: list[OffloadKey] = []
         damaged: list[OffloadKey] = []
-        is_fault = False
+        faults: list[OffloadKey] = []
         for target, reply in zip(targets, replies, strict=True):
             failure = _failure_of(target, reply)
             if failure is None:
@@ -243,7 +247,8 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
                 continue
             self._counters.add(**{failure.value: 1})
             is_away = failure is TierFailure.IO_ERROR
-            is_fault |= failure in FAULTS and (not is_away or self._servers.is_fault(reply))
+            if failure in FAULTS and (not is_away or self._servers.is_fault(reply)):
+                faults.append(target.key)
             if failure is TierFailure.DAMAGED:
                 damaged.append(target.key)
             elif failure is TierFailure.FOREIGN:
@@ -252,7 +257,7 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         self.losses.on_used(succeeded)
         self.losses.on_damaged(damaged)
         self._remove(namespace, damaged)
-        return TransferOutcome(succeeded, is_fault)
+        return outcome_of(succeeded, faults)
 
     def check_reachable(self) -> None:
         self._servers.check_reachable()
