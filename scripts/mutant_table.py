@@ -156,7 +156,7 @@ MUTANTS = (
     ),
     Mutant(
         "a file for which there was no room counts as written",
-        "tiering/fs/store.py",
+        "tiering/fs/block_writer.py",
         ' is not reached: {answer}")\n            return StoreOutcome.NO_ROOM\n',
         ' is not reached: {answer}")\n            return StoreOutcome.WRITTEN\n',
         "tests/tiering/fs/test_store.py",

@@ -27,7 +27,7 @@ from benchmarks.harness.suite import Options
 from kvtier.cli.demo.backends import open_backend
 from kvtier.errors import KVTierError
 from kvtier.tiering.fs.store import FSBlockStore
-from kvtier.tiering.kit import joining
+from kvtier.tiering.kit import io_pool
 from kvtier.tiering.slab.store import SlabBlockStore
 from kvtier.tiering.valkey.store import ValkeyBlockStore
 
@@ -39,6 +39,16 @@ BLOCKS_PER_REQUEST, BLOCK_BYTES = 4, 16 * 2**10
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 12, 3
 ONE_BY_ONE = "one by one"
 LOAD, STORE = "load", "store"
+COLUMNS = (
+    "from or to",
+    "operation",
+    "requests",
+    "ms",
+    "one request, ms",
+    "a call for each job, ms",
+    "calls",
+    "calls, one for each job",
+)
 
 
 def measure(options: Options) -> Iterator[Measurement]:
@@ -75,7 +85,7 @@ def run(
             own = None if tier is None else _own_place(tier, folder, name)
             with ExitStack() as patches:
                 if not joins:
-                    patches.enter_context(patch.object(joining, "MAX_JOINED_BYTES", 0))
+                    patches.enter_context(patch.object(io_pool, "MAX_JOINED_BYTES", 0))
                 slots = num * num_blocks * (1 if own else 2)
                 engine = BurstEngine(BLOCK_BYTES, slots, [own] if own else [], name)
             ends.callback(engine.shutdown)
@@ -144,12 +154,12 @@ def make_page(measurements: Sequence[Measurement], machine: Mapping[str, object]
     lines = [
         "# Many short requests at once",
         "",
-        f"Requests with {BLOCKS_PER_REQUEST} blocks of {BLOCK_BYTES // 1024} KiB each arrive in one step. What is said is the least "
-        "time until all are loaded, or stored",
-        "everywhere, and beside it that of one request with as many blocks. Calls are those of the tier's block store.",
+        f"Requests with {BLOCKS_PER_REQUEST} blocks of {BLOCK_BYTES // 1024} KiB each arrive in one step.",
+        "The times are the least until all are loaded, or stored everywhere; one request has as many blocks.",
+        "Calls are those of the tier's block store, in the median.",
         "Written by `python -m benchmarks.burst.suite --out docs/results/requests.md`.",
         "",
-        "| from or to | operation | requests | ms | one request, ms | a call for each job, ms | calls | calls, one for each job |",
+        f"| {' | '.join(COLUMNS)} |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     by_labels = {

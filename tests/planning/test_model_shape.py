@@ -10,11 +10,11 @@ from kvtier.errors import ConfigError
 from kvtier.planning.model_shape import (
     LayerGroup,
     ModelShape,
-    StateLayers,
     read_shape,
     shape_of_config,
     shape_of_dimensions,
 )
+from kvtier.planning.state_shape import StateLayers
 
 Config = dict[str, Any]  # Any: JSON
 
@@ -252,9 +252,8 @@ STATE_BYTES = 3 * (2 * 16 * 128 + 32 * 128) * 2 + 32 * 128 * 128 * 2
 def test_a_hybrid_keeps_a_state_for_each_block_which_vllm_makes_as_long_as_a_state() -> None:
     shape = shape_of_config(QWEN_3_NEXT)
 
-    assert shape.states == StateLayers(
-        36, STATE_BYTES, 544
-    )  # vLLM: "Setting attention block size to 544 tokens"
+    # The 544 tokens are what vLLM logs as the block size of attention.
+    assert shape.states == StateLayers(36, STATE_BYTES, 544, (2 * 16 * 128 + 32 * 128) * 2)
     assert shape.growing_bytes_per_token == 12 * 2 * 2 * 256 * 2
     assert shape.bytes_per_token == 24576 + -(-36 * STATE_BYTES // 544)
     assert shape.load_bytes(8000) == 8000 * 24576 + 36 * STATE_BYTES
@@ -284,10 +283,3 @@ def test_a_state_interval_is_refused_where_there_is_no_state_or_it_is_none() -> 
         shape_of_config(LLAMA_3_8B).with_state_interval(64)
     with pytest.raises(ConfigError, match="--state-interval=0"):
         shape_of_config(QWEN_3_NEXT).with_state_interval(0)
-
-
-def test_states_of_another_kind_are_refused_by_their_field() -> None:
-    config = {**LLAMA_3_8B, "layer_types": ["linear_attention"] * 32}
-
-    with pytest.raises(ConfigError, match="layer_types='linear_attention': is not supported"):
-        shape_of_config(config)

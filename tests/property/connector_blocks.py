@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tests.connector.fakes import HASH_TOKENS
 from tests.property.connector_device import NULL_BLOCK
-from tests.property.connector_requests import SimRequest, Tables
+from tests.property.connector_requests import SimRequest, Tables, Work
 
 from kvtier.config import GroupKind
 
@@ -192,6 +192,25 @@ class DeviceCache:
                 is_new = block_id != NULL_BLOCK and self.pool.publish(block_id, key)
                 if is_new and group.kind is GroupKind.STATE:
                     self._new_states.add(block_id)
+
+    def name_states(
+        self, works: Sequence[Work], interval_tokens: int
+    ) -> dict[str, list[tuple[int, int, int]]]:
+        """Return the states that a planned step keeps, by request: group, device block, tokens before its end.
+
+        With an interval shorter than a block some of them end within one.
+        """
+        named: dict[str, list[tuple[int, int, int]]] = {}
+        for request, num_tokens in ((work.request, work.num_tokens) for work in works):
+            first = (request.num_computed - num_tokens) // interval_tokens * interval_tokens
+            confirmed = min(request.num_computed, request.num_tokens)
+            named[request.request_id] = [
+                (idx, request.tables[idx][(end - 1) // group.block_tokens], end)
+                for idx, group in enumerate(self.groups)
+                if group.kind is GroupKind.STATE
+                for end in range(first + interval_tokens, confirmed + 1, interval_tokens)
+            ]
+        return named
 
     def free(self, request: SimRequest) -> None:
         """Take all blocks of a request back."""

@@ -75,6 +75,7 @@ LAYOUTS: dict[str, tuple[KVGroup, ...]] = {
     "full and state": (full(4), state(4)),
     "full, window and large state": (full(4), window(4, 6), state(8)),
     "state": (state(4),),
+    "full and two states": (full(4), state(4), state(8)),
 }
 
 
@@ -106,6 +107,8 @@ class EngineOptions:
         calls_preemption_hook: workers are told of a step before its loads begin, or by that alone.
         is_layerwise: requests may be computed while they are loaded; no step is planned ahead then.
         is_choosing: only what is faster than computing is loaded.
+        state_interval: tokens between two states that the engine keeps and names; None: it keeps each block's and names
+            none. A layout without states makes no use of it.
         computes_last_token: whether a prompt may be loaded whole, whose last token is computed again.
         cache_policy: of the primary tier in front of another.
         tier_settings: what each tier wants, fastest first; of several the first is small.
@@ -126,6 +129,7 @@ class EngineOptions:
     is_layerwise: bool = False
     is_choosing: bool = False
     computes_last_token: bool = False
+    state_interval: int | None = None
     cache_policy: str = "lru"
     tier_settings: tuple[TierSettings, ...] = (TierSettings(),)
 
@@ -183,6 +187,8 @@ class ConnectorDriver:
             has_region=options.has_region,
             calls_preemption_hook=options.calls_preemption_hook,
             can_wait_by_layer=options.is_layerwise,
+            state_interval=options.state_interval,
+            is_ready=lambda key: (block := table.get_block(key)) is not None and block.is_ready,
         )
         self.router = ConnectorRouter(self.engine.scheduler, table, tiers)
         for worker in self.engine.workers:
@@ -195,7 +201,7 @@ class ConnectorDriver:
         # block are computed cannot be stored.
         self._keeps_blocks = {group.kind for group in groups} == {GroupKind.FULL}
         self._stores_everything = factor == 1 or self._keeps_blocks
-        self._align_tokens = factor * math.lcm(*(group.block_size_tokens for group in groups))
+        self._align_tokens = _find_align_tokens(groups, factor, options.state_interval)
 
     @property
     def seen(self) -> Counter[str]:
@@ -408,6 +414,13 @@ class ConnectorDriver:
             self.seen["name used again"] += 1
             self.seen["name used again while stores are open"] += self.engine.scheduler.has_open_stores()
         return f"r{number}"
+
+
+def _find_align_tokens(groups: Sequence[KVGroup], factor: int, state_interval: int | None) -> int:
+    """Return of what each prefix that can be loaded is a multiple."""
+    aligned = factor * math.lcm(*(group.block_size_tokens for group in groups))
+    has_states = any(group.kind is GroupKind.STATE for group in groups)
+    return math.lcm(aligned, state_interval) if has_states and state_interval is not None else aligned
 
 
 def make_tiers(

@@ -9,11 +9,12 @@ Source: the scheduler of vLLM 0.28 to 0.32.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tests.connector.fakes import (
     HASH_TOKENS,
     FakeBlocks,
+    FakeBlockState,
     FakeNewRequest,
     FakeOutput,
     FakeRegionSpec,
@@ -22,11 +23,11 @@ from tests.connector.fakes import (
 )
 from tests.property.connector_blocks import DeviceCache, SimGroup
 from tests.property.connector_device import GARBAGE, NULL_BLOCK, HostRows
-from tests.property.connector_laws import check_metadata
+from tests.property.connector_laws import check_found_prefix, check_metadata
 from tests.property.connector_requests import Phase, Run, SimRequest, Step, Tables, Work
 from tests.property.connector_workers import SimWorker, execute_step, expect_stores
 
-from kvtier.base import GPULoadStoreSpec, OffloadingManager
+from kvtier.base import GPULoadStoreSpec, OffloadingManager, OffloadKey
 from kvtier.config import GroupKind, OffloadingConfig
 from kvtier.connector.common import LostLoadStoreSpec, OffloadingConnectorMetadata
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
@@ -45,6 +46,8 @@ class SimEngine:
         has_region: nothing moves before the workers have reported the region that they have mapped.
         calls_preemption_hook: workers are told of a step before its loads begin, or by that alone.
         can_wait_by_layer: requests may be computed while they are loaded.
+        state_interval: tokens between two states that it names; None: each block's, by position.
+        is_ready: whether host memory holds a block.
 
     Attributes:
         seen: how often each kind of event has happened.
@@ -61,6 +64,8 @@ class SimEngine:
         has_region: bool = False,
         calls_preemption_hook: bool = True,
         can_wait_by_layer: bool = False,
+        state_interval: int | None = None,
+        is_ready: Callable[[OffloadKey], bool],
     ) -> None:
         self.groups = [
             SimGroup(group.kind, group.block_size_tokens, group.window_tokens) for group in config.groups
@@ -78,8 +83,7 @@ class SimEngine:
         self.steps: list[Step] = []
         self.weights = 0
         self.num_resets = 0
-        self.seen: Counter[str] = Counter()
-        self._config = config
+        self.seen, self._config = Counter[str](), config
         self._names_resumed_as_new = names_resumed_as_new
         self._preempted: set[str] = set()
         self._has_void_jobs = False
@@ -87,6 +91,7 @@ class SimEngine:
         self._calls_preemption_hook = calls_preemption_hook
         self._can_wait_by_layer = can_wait_by_layer
         self._arriving: dict[str, SimRequest] = {}
+        self._state_interval, self._is_ready = state_interval, is_ready
 
     @property
     def requests(self) -> list[SimRequest]:
@@ -112,6 +117,10 @@ class SimEngine:
             self._admit(chunk_tokens, output, works)
         output.preempted_req_ids = self._preempted or None
         self._preempted = set()
+        if self._state_interval is not None:
+            named = self.cache.name_states(works, self._state_interval)
+            output.kv_connector_block_state = FakeBlockState(named)
+            self.seen["states named"] += any(named.values())
         num_refused = self.scheduler.counters.refused_stores
         metadata = self.scheduler.build_connector_meta(output)
         for work in works:
@@ -307,6 +316,7 @@ class SimEngine:
         assert found == 0 or not request.has_failed_load, (
             f"{request.request_id} loads again after a failed load"
         )
+        check_found_prefix(self.groups, request, num_local, found, self._config, self._is_ready)
         return num_local, found, local, found > 0 and not is_async
 
     def _note_begun(self, request: SimRequest, num_computed: int) -> None:

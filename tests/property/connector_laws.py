@@ -5,13 +5,14 @@ load writes blocks that its request holds, within its limits, and never those th
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tests.property.connector_blocks import SimGroup
 from tests.property.connector_device import NULL_BLOCK
 from tests.property.connector_requests import SimRequest
 
-from kvtier.base import GPULoadStoreSpec
+from kvtier.base import GPULoadStoreSpec, OffloadKey, make_offload_key
+from kvtier.config import GroupKind, OffloadingConfig
 from kvtier.connector.common import LostLoadStoreSpec, OffloadingConnectorMetadata, TransferJob
 from kvtier.misses import MissCause, RequestRecord
 
@@ -44,6 +45,36 @@ def check_metadata(
             assert end <= limit, f"{job.req_id}: a block that ends at {end} is loaded, {limit} are allowed"
             assert first >= num_local, f"{job.req_id}: a block is loaded that device memory has"
         assert is_lost(job) or num_held <= limit
+
+
+def check_found_prefix(
+    groups: Sequence[SimGroup],
+    request: SimRequest,
+    num_local: int,
+    num_found: int,
+    config: OffloadingConfig,
+    is_ready: Callable[[OffloadKey], bool],
+) -> None:
+    """Check that host memory holds all that a request needs to go on after what was found, which is whole blocks.
+
+    Of full attention these are all blocks behind those on the device, of a window those that the next token reads,
+    of a state the one block that ends there.
+    """
+    end = num_local + num_found
+    for idx, group in enumerate(groups if num_found else ()):
+        span = group.block_tokens * config.block_size_factor
+        assert end % span == 0, f"{request.request_id}: {end} tokens end within a block of group {idx}"
+        first = num_local // span
+        if group.kind is GroupKind.WINDOW:
+            first = max(first, group.num_dead(end) // config.block_size_factor)
+        if group.kind is GroupKind.STATE:
+            first = end // span - 1
+        for block in range(first, end // span):
+            block_hash = request.block_hashes[(block + 1) * span // config.hash_block_size - 1]
+            key = make_offload_key(block_hash, idx)
+            assert is_ready(key), (
+                f"{request.request_id}: group {idx} lacks block {block} of {end} tokens found"
+            )
 
 
 def check_records(records: Sequence[RequestRecord], requests: Sequence[SimRequest]) -> None:

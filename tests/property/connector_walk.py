@@ -57,6 +57,7 @@ def draw_options(rng: random.Random, *, is_roomy: bool, is_layerwise: bool = Fal
         has_region=rng.random() < 0.3,
         calls_preemption_hook=rng.random() < 0.7,
         computes_last_token=rng.random() < 0.5,
+        state_interval=rng.choice([None, None, 4, 8, 12, 16]),
     )
     return replace(options, layout="full", num_steps_ahead=0, is_layerwise=True) if is_layerwise else options
 

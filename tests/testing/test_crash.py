@@ -7,10 +7,10 @@ import pytest
 
 from kvtier.base import OffloadKey
 from kvtier.testing.crash import FINDINGS, Totals, Word, run_kills
+from kvtier.tiering.fs.block_writer import BlockWriter
 from kvtier.tiering.fs.folders import FSNamespace
 from kvtier.tiering.fs.index import KeyIndex
 from kvtier.tiering.fs.recycled_files import StoreOutcome
-from kvtier.tiering.fs.store import BlockWriter
 
 NUM_KILLS = 6
 

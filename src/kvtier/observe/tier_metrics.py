@@ -186,7 +186,7 @@ TIER_CONTENT = (
     counter(
         "kvtier_tier_failed_passes",
         TIER + "failed_passes",
-        "Listings for eviction that failed; the tier stores nothing until one succeeds.",
+        "Listings for eviction or quotas that failed; with a capacity the tier stores nothing until one succeeds.",
         "passes",
     ),
     counter(

@@ -5,13 +5,12 @@ There are four kinds of layers:
 - attention over the whole prompt: keys and values of each KV head, for every token;
 - attention over a window: the same, but only the last tokens of a prompt are ever read again;
 - latent attention (MLA): one compressed vector and one rotated key per token, shared by the heads;
-- gated delta nets, as in Qwen3-Next: one recurrent state, of which a copy is kept each so many tokens.
+- recurrent layers: one state, of which a copy is kept each so many tokens (``state_shape``).
 
 Each assumption about a missing value is kept as a sentence. Models that this cannot express, such as those with
-recurrent states of other kinds, are refused: a wrong number of bytes would make the whole plan wrong.
+recurrent states of unknown kinds, are refused: a wrong number of bytes would make the whole plan wrong.
 
-Source: of the sizes of a state and of vLLM's block, ``gated_delta_net_state_shape`` and
-``update_block_size_for_backend`` of vLLM 0.32.
+Source: of vLLM's block, ``update_block_size_for_backend`` of vLLM 0.32.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,28 +21,16 @@ from typing import Any
 
 from kvtier.errors import ConfigError
 from kvtier.input_files import parse_json, read_text_file
-
-DTYPE_BYTES = {
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int8": 1,
-}
-
-DTYPE_ALIASES = {
-    "fp32": "float32",
-    "fp16": "float16",
-    "half": "float16",
-    "bf16": "bfloat16",
-    "fp8": "float8_e4m3fn",
-    "fp8_e4m3": "float8_e4m3fn",
-    "fp8_e5m2": "float8_e5m2",
-}
-
-TEXT_PARTS = ("text_config", "llm_config", "language_config")
-"""Fields with the language model's part of a multimodal configuration."""
+from kvtier.planning.config_fields import ConfigFields, parse_dtype
+from kvtier.planning.state_shape import (
+    StateFamily,
+    StateLayers,
+    attention_kinds,
+    find_family,
+    keeps_state,
+    list_kinds,
+    refuse_states,
+)
 
 CHANGING_FIELDS = (
     "num_kv_shared_layers",
@@ -55,11 +42,12 @@ CHANGING_FIELDS = (
 """Fields that change the bytes of a token in ways that are not supported here: sharing between layers, heads of two
 sizes, the keys of an index, compressed layers, layers of different shapes."""
 
-STATE_KIND = "linear_attention"
-"""The name in ``layer_types`` of a layer with a recurrent state."""
-
 BLOCK_STEP_TOKENS = 16
 """vLLM's block has a multiple of so many tokens."""
+
+STATES_ALONE_TOKENS = 1024
+"""Tokens between two states of a model that has nothing else: those of the transformers engine. With vLLM's blocks of
+16 tokens, the densest that it can keep, states would take megabytes a token."""
 
 GUIDE = "describe it with --layers, --kv-heads, --head-size and --dtype, or give --kv-bytes-per-token"
 
@@ -96,31 +84,6 @@ class LayerGroup:
     bytes_per_token: int
     window_tokens: int | None = None
     num_kv_heads: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class StateLayers:
-    """Layers with a recurrent state.
-
-    Attributes:
-        num_layers: number of layers.
-        bytes_of_state: bytes of the state of one layer, all devices together.
-        interval_tokens: tokens between two kept states of a sequence.
-    """
-
-    num_layers: int
-    bytes_of_state: int
-    interval_tokens: int
-
-    @property
-    def bytes_kept(self) -> int:
-        """Bytes of the states of all layers after one token."""
-        return self.num_layers * self.bytes_of_state
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of kept states for each token of a long sequence, rounded up."""
-        return -(-self.bytes_kept // self.interval_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,28 +167,35 @@ class _ConfigReader:
     """Reads one configuration and collects its assumptions."""
 
     def __init__(self, config: Mapping[str, Any], guide: str) -> None:  # Any: JSON
-        self._outer = config
+        self._fields = ConfigFields(config, guide)
         self._guide = guide
         self._assumed: list[str] = []
-        self._config = next(
-            (config[part] for part in TEXT_PARTS if isinstance(config.get(part), dict)), config
-        )
 
     def read(self, kv_dtype: str | None) -> ModelShape:
         """Return the shape."""
         for field in CHANGING_FIELDS:
-            if self._config.get(field):
+            if self._fields.get(field):
                 raise ConfigError(
-                    field, self._config[field], f"changes the KV cache in an unsupported way: {self._guide}"
+                    field,
+                    self._fields.get(field),
+                    f"changes the KV cache in an unsupported way: {self._guide}",
                 )
-        num_layers = self._number("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-        num_state_layers = self._num_state_layers(num_layers)
-        windows = (
-            self._windows_beside_states(num_layers, num_state_layers)
-            if num_state_layers
-            else self._windows(num_layers)
-        )
+        family = find_family(self._fields)
+        kinds: list[str] = []
+        if family is None:
+            num_layers = self._fields.number("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+            windows = self._windows(num_layers)
+        else:
+            field, kinds = self._kinds(family)
+            windows = self._windows_of_types(field, attention_kinds(kinds))
         dtype, dtype_bytes = self._dtype(kv_dtype)
+        groups, layer_bytes = self._groups(windows, dtype_bytes) if windows else ((), 0)
+        num_state_layers = sum(map(keeps_state, kinds))
+        states = self._states(family, num_state_layers, layer_bytes) if family and num_state_layers else None
+        return ModelShape(groups, dtype, tuple(self._assumed), states)
+
+    def _groups(self, windows: list[int | None], dtype_bytes: int) -> tuple[tuple[LayerGroup, ...], int]:
+        """Return the layers with keys and values by their window, and the bytes of a token in one of them."""
         num_kv_heads, head_elements = self._heads()
         layer_bytes = num_kv_heads * head_elements * dtype_bytes
         groups = tuple(
@@ -236,150 +206,115 @@ class _ConfigReader:
             self._assumed.append(
                 "each block of a window layer is stored; of a loaded prefix only the window is loaded"
             )
-        states = self._states(num_state_layers, layer_bytes) if num_state_layers else None
-        return ModelShape(groups, dtype, tuple(self._assumed), states)
+        return groups, layer_bytes
 
-    def _num_state_layers(self, num_layers: int) -> int:
-        """Return how many layers are gated delta nets; zero where the configuration does not describe their heads."""
-        if self._config.get("linear_num_value_heads") is None:
-            return 0
-        kinds = self._config.get("layer_types")
-        if isinstance(kinds, Sequence) and not isinstance(kinds, str):
-            return sum(kind == STATE_KIND for kind in kinds)
-        return num_layers - num_layers // self._number("full_attention_interval")
+    def _kinds(self, family: StateFamily) -> tuple[str, list[str]]:
+        """Return the field that says the kind of each layer of a model with states, and these."""
+        field, kinds = list_kinds(self._fields, family)
+        declared = self._fields.get("num_hidden_layers")
+        if declared is not None and declared != len(kinds):
+            raise ConfigError(field, kinds, f"must name the kind of each of {declared} layers: {self._guide}")
+        return field, kinds
 
-    def _states(self, num_layers: int, attention_bytes: int) -> StateLayers:
-        """Return what a state takes: the last inputs of a convolution, and one matrix for each value head."""
-        key_heads, value_heads = self._number("linear_num_key_heads"), self._number("linear_num_value_heads")
-        key_size, value_size = self._number("linear_key_head_dim"), self._number("linear_value_head_dim")
-        channels = 2 * key_heads * key_size + value_heads * value_size
-        inputs = max(0, self._number("linear_conv_kernel_dim") - 1) * channels
-        model_dtype, input_bytes = self._dtype(None)
-        declared = self._config.get("mamba_ssm_dtype")
-        dtype, item_bytes = (
-            (model_dtype, input_bytes) if declared is None else parse_dtype("mamba_ssm_dtype", str(declared))
+    def _states(self, family: StateFamily, num_layers: int, attention_bytes: int) -> StateLayers:
+        """Return what the states of a model take."""
+        state, bytes_of_input, dtype = family.read_size(self._fields).count_bytes(self._fields)
+        self._assumed.append(
+            f"{num_layers} layers keep a recurrent state, {num_layers * state:,} bytes together, in {dtype} "
+            "(vLLM's --mamba-ssm-cache-dtype; on CPUs float32)"
         )
-        state = inputs * input_bytes + value_heads * key_size * value_size * item_bytes
-        block_tokens = -(-state // (attention_bytes * BLOCK_STEP_TOKENS)) * BLOCK_STEP_TOKENS
-        self._assumed += [
-            (
-                f"{num_layers} layers keep a recurrent state, {num_layers * state:,} bytes together, in {dtype} "
-                "(vLLM's --mamba-ssm-cache-dtype; on CPUs float32)"
-            ),
-            (
-                f"a state is kept for each block of {block_tokens} tokens, which vLLM makes as long as a state; "
+        if attention_bytes:
+            interval = -(-state // (attention_bytes * BLOCK_STEP_TOKENS)) * BLOCK_STEP_TOKENS
+            self._assumed.append(
+                f"a state is kept for each block of {interval} tokens, which vLLM makes as long as a state; "
                 "its default keeps fewer, one a prompt"
-            ),
-            "of a loaded prefix only one state is loaded",
-        ]
-        return StateLayers(num_layers, state, block_tokens)
+            )
+        else:
+            interval = STATES_ALONE_TOKENS
+            self._assumed.append(
+                f"a state is kept each {interval:,} tokens, as the transformers engine does; under vLLM one a prompt"
+            )
+        self._assumed.append("of a loaded prefix only one state is loaded")
+        states = StateLayers(num_layers, state, interval, bytes_of_input)
+        if bytes_of_input:
+            self._assumed.append(
+                f"the transformers engine keeps one more input of each convolution: {states.bytes_in_transformers:,} "
+                "bytes"
+            )
+        return states
 
     def _heads(self) -> tuple[int, int]:
         """Return the number of KV heads, and the numbers that one stores per token and layer."""
-        if self._config.get("kv_lora_rank") is not None:
+        if self._fields.get("kv_lora_rank") is not None:
             self._assumed.append(
                 "latent attention stores one compressed vector per token and layer, not keys and values"
             )
-            return 1, self._number("kv_lora_rank") + self._number("qk_rope_head_dim")
+            return 1, self._fields.number("kv_lora_rank") + self._fields.number("qk_rope_head_dim")
         return self._num_kv_heads(), 2 * self._head_size()
 
     def _num_kv_heads(self) -> int:
-        if self._config.get("multi_query") is True and not self._config.get("new_decoder_architecture"):
+        if self._fields.get("multi_query") is True and not self._fields.get("new_decoder_architecture"):
             return 1
         for field in ("num_key_value_heads", "num_kv_heads"):
-            if self._config.get(field) is not None:
-                return self._number(field)
+            if self._fields.get(field) is not None:
+                return self._fields.number(field)
         self._assumed.append("the config has no number of KV heads: as many as attention heads")
         return self._num_heads()
 
     def _num_heads(self) -> int:
-        return self._number("num_attention_heads", "n_head", "n_heads")
+        return self._fields.number("num_attention_heads", "n_head", "n_heads")
 
     def _head_size(self) -> int:
-        if self._config.get("head_dim") is not None:
-            return self._number("head_dim")
-        hidden, heads = self._number("hidden_size", "n_embd", "d_model"), self._num_heads()
+        for field in ("head_dim", "attention_head_dim"):
+            if self._fields.get(field) is not None:
+                return self._fields.number(field)
+        hidden, heads = self._fields.number("hidden_size", "n_embd", "d_model"), self._num_heads()
         if hidden % heads:
             remedy = f"is not a multiple of {heads} attention heads, and there is no head_dim: {self._guide}"
             raise ConfigError("hidden_size", hidden, remedy)
         return hidden // heads
 
-    def _windows_beside_states(self, num_layers: int, num_state_layers: int) -> list[int | None]:
-        """Return the window of each attention layer of a hybrid; None for layers that read the whole prompt."""
-        kinds = self._config.get("layer_types")
-        if kinds is not None:
-            return self._windows_of_types(kinds, num_layers)
-        return [None] * (num_layers - num_state_layers)
-
     def _windows(self, num_layers: int) -> list[int | None]:
-        """Return the window of each layer; None for layers that read the whole prompt."""
-        kinds = self._config.get("layer_types")
+        """Return the window of each layer of a model without states; None for layers that read the whole prompt."""
+        kinds = self._fields.get("layer_types")
         if kinds is not None:
-            return self._windows_of_types(kinds, num_layers)
-        for field in (
-            "layers_block_type",
-            "hybrid_override_pattern",
-            "attn_layer_period",
-            "full_attention_interval",
-        ):
-            if self._config.get(field):
-                raise ConfigError(
-                    field,
-                    self._config[field],
-                    f"some layers store states, not keys and values: {self._guide}",
-                )
-        window = self._config.get("sliding_window")
-        if not window or self._config.get("use_sliding_window") is False:
+            if not isinstance(kinds, Sequence) or isinstance(kinds, str) or len(kinds) != num_layers:
+                remedy = f"must name the kind of each of {num_layers} layers: {self._guide}"
+                raise ConfigError("layer_types", kinds, remedy)
+            return self._windows_of_types("layer_types", kinds)
+        refuse_states(self._fields)
+        window = self._fields.get("sliding_window")
+        if not window or self._fields.get("use_sliding_window") is False:
             return [None] * num_layers
-        window = self._number("sliding_window")
-        if self._config.get("use_sliding_window") is True:
-            first = self._number("max_window_layers")
+        window = self._fields.number("sliding_window")
+        if self._fields.get("use_sliding_window") is True:
+            first = self._fields.number("max_window_layers")
             return [None if layer < first else window for layer in range(num_layers)]
-        if self._config.get("sliding_window_pattern"):
-            period = self._number("sliding_window_pattern")
+        if self._fields.get("sliding_window_pattern"):
+            period = self._fields.number("sliding_window_pattern")
             return [None if (layer + 1) % period == 0 else window for layer in range(num_layers)]
-        if self._config.get("model_type") == "gemma2":
+        if self._fields.get("model_type") == "gemma2":
             return [window if layer % 2 == 0 else None for layer in range(num_layers)]
         self._assumed.append(f"sliding_window={window} without layer_types: each layer has that window")
         return [window] * num_layers
 
-    def _windows_of_types(self, kinds: object, num_layers: int) -> list[int | None]:
-        if not isinstance(kinds, Sequence) or isinstance(kinds, str) or len(kinds) != num_layers:
-            raise ConfigError(
-                "layer_types", kinds, f"must name the kind of each of {num_layers} layers: {self._guide}"
-            )
+    def _windows_of_types(self, named_in: str, kinds: Sequence[object]) -> list[int | None]:
+        """Return the window of each layer with keys and values, whose kinds stand in the field ``named_in``."""
         windows: list[int | None] = []
         for kind in kinds:
-            if kind == STATE_KIND and self._config.get("linear_num_value_heads") is not None:
-                continue
             reach = REACH_OF_LAYER_TYPE.get(str(kind))
             if reach is None:
                 known = ", ".join(REACH_OF_LAYER_TYPE)
-                raise ConfigError("layer_types", kind, f"is not supported, known are {known}: {self._guide}")
+                raise ConfigError(named_in, kind, f"is not supported, known are {known}: {self._guide}")
             field = "attention_chunk_size" if kind == "chunked_attention" else "sliding_window"
-            windows.append(self._number(field) if reach is Reach.WINDOW else None)
+            windows.append(self._fields.number(field) if reach is Reach.WINDOW else None)
         return windows
 
     def _dtype(self, kv_dtype: str | None) -> tuple[str, int]:
         if kv_dtype is not None:
             self._assumed.append(f"keys and values are stored as {kv_dtype}; their scales take no bytes")
             return parse_dtype("--kv-dtype", kv_dtype)
-        for config in (self._config, self._outer):
-            for field in ("dtype", "torch_dtype"):
-                if isinstance(config.get(field), str):
-                    return parse_dtype(field, config[field])
-        raise ConfigError("torch_dtype", None, "is missing in the config: give --kv-dtype")
-
-    def _number(self, field: str, *aliases: str) -> int:
-        """Return the positive integer under the first of these names that exists."""
-        value = next(
-            (self._config[name] for name in (field, *aliases) if self._config.get(name) is not None), None
-        )
-        if value is None:
-            raise ConfigError(field, None, f"is missing in the config: {self._guide}")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(field, value, f"must be an integer above zero: {self._guide}")
-        return value
+        return self._fields.dtype()
 
 
 def shape_of_dimensions(num_layers: int, num_kv_heads: int, head_size: int, dtype: str) -> ModelShape:
@@ -426,16 +361,3 @@ def shape_of_config(config: Mapping[str, Any], kv_dtype: str | None = None, guid
         ConfigError: a field is missing or has an unsupported value.
     """
     return _ConfigReader(config, guide).read(kv_dtype)
-
-
-def parse_dtype(option: str, name: str) -> tuple[str, int]:
-    """Return the full name of a dtype and its bytes. Pure.
-
-    Raises:
-        ConfigError: it is unknown.
-    """
-    full = DTYPE_ALIASES.get(name.lower(), name.lower()).removeprefix("torch.")
-    if full not in DTYPE_BYTES:
-        known = ", ".join((*DTYPE_BYTES, *DTYPE_ALIASES))
-        raise ConfigError(option, name, f"must be one of {known}; or give --kv-bytes-per-token instead")
-    return full, DTYPE_BYTES[full]

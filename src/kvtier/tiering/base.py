@@ -221,6 +221,7 @@ class SecondaryTierManager(ABC):
             arguments of the constructor.
         can_encrypt: whether it keeps to the engine's setting ``encryption``; otherwise it is refused where that is set.
         keeps_quotas: whether it keeps to the quotas of the engine's tenants; otherwise one for it is refused.
+        no_quotas_reason: why it cannot, for that refusal; empty where there is nothing to say.
         locality: where its blocks are as seen from the engine, for events; None when that depends, as for a directory.
         settings: the settings that every tier has.
         capacity_blocks: the most blocks that it can hold; None when it cannot say.
@@ -230,6 +231,7 @@ class SecondaryTierManager(ABC):
     own_settings: ClassVar[type[IsDataclass] | None] = None
     can_encrypt: ClassVar[bool] = False
     keeps_quotas: ClassVar[bool] = False
+    no_quotas_reason: ClassVar[str] = ""
     locality: ClassVar[Locality | None] = None
     capacity_blocks: int | None = None
 

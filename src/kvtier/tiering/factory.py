@@ -111,7 +111,8 @@ def require_quotas(name: str, tier_class: type[SecondaryTierManager], settings: 
     """
     tenants = make_tenants(settings)
     if tenants is not None and tenants.has_quota(name) and not tier_class.keeps_quotas:
-        remedy = f"tier {name!r} keeps no quotas of tenants: leave it out, and give the tier its own capacity"
+        why = f", {tier_class.no_quotas_reason}" if tier_class.no_quotas_reason else ""
+        remedy = f"tier {name!r} keeps no quotas of tenants{why}: leave it out, and bound the tier as a whole"
         raise ConfigError("quota_bytes", name, remedy)
 
 

@@ -315,7 +315,8 @@ class TierTransfers:
             tier.breaker.record_failure(metadata.req_context)
         elif tier.breaker.has_failures:
             tier.breaker.record_success(metadata.req_context)
-        remember_left_out(job, arrived, result)
+        if len(arrived) < len(keys) and not job.is_stale:
+            remember_left_out(job, arrived, result)
         self._release(job, arrived, ended)
 
     def _release(
@@ -359,14 +360,11 @@ class TierTransfers:
 
 def remember_left_out(job: TierJob, arrived: Sequence[OffloadKey], result: JobResult) -> None:
     """Let the tier's memory know which blocks of a reported job did not arrive, and why."""
-    keys = job.metadata.keys
-    if len(arrived) == len(keys) or job.is_stale:
-        return
     if job.metadata.is_promotion:
         why = TierDeparture.LOAD_FAILED if result.is_fault else TierDeparture.EVICTED
     else:
         why = TierDeparture.JOB_FAILED if result.is_fault else TierDeparture.NO_ROOM
-    job.tier.departed.add(left_out(keys, arrived), why)
+    job.tier.departed.add(left_out(job.metadata.keys, arrived), why)
 
 
 def report_to_routers(

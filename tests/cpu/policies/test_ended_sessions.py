@@ -6,7 +6,7 @@ from kvtier.base import OffloadKey
 from kvtier.cpu.policies import create_cache_policy
 from kvtier.cpu.policies.ended_sessions import LEAST_COUNTED, ReturnWatch
 from kvtier.cpu.policies.learning import ArrivedRequest
-from kvtier.cpu.policies.one_queue import OneQueuePolicy
+from kvtier.cpu.policies.lru import OneQueuePolicy
 from kvtier.hints.values import NO_HINTS, RequestHints
 from kvtier.testing.policy_suite import insert_ready, key_of
 

@@ -12,8 +12,10 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from kvtier.engines.transformers.model_adapter import ModelAdapter
+from kvtier.engines.transformers.tiny_models import build_tiny_model
 from kvtier.errors import ModelError
 
 
@@ -70,3 +72,34 @@ def test_a_model_in_training_mode_is_switched_to_evaluation(llama: LlamaForCausa
     model.train()
     ModelAdapter(model)
     assert not model.training
+
+
+@pytest.mark.parametrize(("model_type", "reason"), [("blt", "into patches"), ("moshi", "sliding window")])
+def test_models_whose_answer_depends_on_the_cut_into_passes_are_refused_with_the_reason(
+    model_type: str, reason: str
+) -> None:
+    model = build_tiny_model(model_type)
+
+    # The refusal goes when this fails: transformers has mended the model then.
+    assert change_by_cut(model) > 0.1
+    assert change_by_cut(build_tiny_model("mistral")) < 1e-5
+    with pytest.raises(ModelError, match=f"{reason}.*how a prompt is cut into passes"):
+        ModelAdapter(model)
+
+
+def change_by_cut(model: PreTrainedModel) -> float:
+    """Return how far the logits of a prompt in two passes are from those in one, relative to these."""
+    ids = torch.randint(3, 90, (1, 48), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        whole = model(input_ids=ids, past_key_values=make_cache(model), use_cache=True).logits[0, -1]
+        cache = make_cache(model)
+        model(input_ids=ids[:, :24], past_key_values=cache, use_cache=True)
+        parts = model(input_ids=ids[:, 24:], past_key_values=cache, use_cache=True).logits[0, -1]
+    return float((whole - parts).norm() / whole.norm())
+
+
+def make_cache(model: PreTrainedModel) -> Cache:
+    """Return an empty cache as the model makes it."""
+    if model.config.model_type == "blt":
+        return EncoderDecoderCache(DynamicCache(), DynamicCache())
+    return DynamicCache(config=model.config)

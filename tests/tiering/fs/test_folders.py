@@ -10,8 +10,7 @@ from tests.tiering.fs.conftest import HANG_GUARD_S, StartTier
 
 from kvtier.namespace import Namespace
 from kvtier.testing.tier_suite import key_of
-from kvtier.tiering.fs import folders
-from kvtier.tiering.fs import store as fs_store
+from kvtier.tiering.fs import block_writer, folders
 from kvtier.tiering.fs.folders import (
     EMPTY_FOLDER_TTL_S,
     FSNamespace,
@@ -171,7 +170,7 @@ def test_a_block_that_another_thread_stores_in_a_folder_just_made_is_no_deletion
     driver = start_tier(num_threads=2)
     first, second = 1, 2  # in one folder, which is called as the first byte of their keys
     with monkeypatch.context() as patch:
-        patch.setattr(fs_store, "make_block_folder", make_and_wait)
+        patch.setattr(block_writer, "make_block_folder", make_and_wait)
         job = driver.submit([first], [0], is_promotion=False)
         assert is_made.wait(HANG_GUARD_S)
         assert driver.store([second], [1]).success

@@ -12,7 +12,7 @@ from tests.tiering.disks import small_disk_at
 from tests.tiering.fs.conftest import HANG_GUARD_S, StartTier
 
 from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, TierDriver, content_of, key_of
-from kvtier.tiering.fs import store
+from kvtier.tiering.fs import block_writer, store
 from kvtier.tiering.fs.system import REAL_CALLS, STOPPED, Buffers, SystemCalls, WholeFileCalls
 from kvtier.tiering.kit import envelope
 
@@ -163,8 +163,9 @@ def test_a_block_that_is_gone_is_a_miss_and_no_longer_found(start_tier: StartTie
 
 def set_batches(monkeypatch: pytest.MonkeyPatch, batch_blocks: int, num_ahead: int) -> None:
     """Have so many blocks be moved by one call, and checksums of so many batches be computed ahead."""
-    monkeypatch.setattr(store, "plan_num_checksums_ahead", lambda *_, **__: num_ahead)
-    monkeypatch.setattr(store, "plan_batch_files", lambda _: batch_blocks)
+    monkeypatch.setattr(block_writer, "plan_num_checksums_ahead", lambda *_, **__: num_ahead)
+    for module in (block_writer, store):
+        monkeypatch.setattr(module, "plan_batch_files", lambda _: batch_blocks)
 
 
 @pytest.mark.parametrize("batch_blocks", [1, 3, NUM_ROWS])

@@ -9,7 +9,7 @@ from tests.tiering.kit.test_io_pool import HANG_GUARD_S, TIMEOUT_S, Gate, Mover,
 from kvtier.base import JobId, OffloadKey
 from kvtier.testing.clock import ManualClock
 from kvtier.tiering.base import JobResult
-from kvtier.tiering.kit.io_pool import IOPool, TransferOutcome, outcome_of
+from kvtier.tiering.kit.io_pool import IOPool, TransferOutcome
 
 MAX_JOINED = 16
 
@@ -24,7 +24,8 @@ class Verdicts(Mover):
     def __call__(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> TransferOutcome:
         """Move some blocks."""
         moved = super().__call__(keys, slots)
-        return outcome_of(moved.succeeded, [key for key in keys if key in self.lost & self.faults])
+        faults = [key for key in keys if key in self.lost & self.faults]
+        return TransferOutcome(moved.succeeded, bool(faults), faults)
 
     def jobs_of_calls(self) -> list[list[int]]:
         """Return the numbers of the jobs in each call, in order."""

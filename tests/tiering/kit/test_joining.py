@@ -11,14 +11,8 @@ from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import HANG_GUARD_S, TierDriver, make_config, make_rows
 from kvtier.tiering.base import TierSettings
 from kvtier.tiering.kit.backend import rows_of
-from kvtier.tiering.kit.io_pool import Transfer, TransferOutcome
-from kvtier.tiering.kit.joining import (
-    MAX_JOINED_BYTES,
-    SAME_DEADLINE_RATIO,
-    SharedRuns,
-    plan_max_joined_blocks,
-)
-from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions
+from kvtier.tiering.kit.io_pool import MAX_JOINED_BYTES, TransferOutcome, plan_max_joined_blocks
+from kvtier.tiering.kit.threaded_tier import SAME_DEADLINE_RATIO, ThreadedTier, ThreadOptions
 
 TIMEOUT_S = 10.0
 
@@ -118,20 +112,3 @@ def test_a_call_has_a_bounded_number_of_bytes_and_at_least_a_block(row_bytes: in
     num_blocks = plan_max_joined_blocks(row_bytes)
     assert num_blocks == 1 or num_blocks * row_bytes <= MAX_JOINED_BYTES
     assert num_blocks >= 1
-
-
-def test_each_way_to_move_blocks_has_a_function_of_its_own() -> None:
-    clock = ManualClock()
-    bound: list[str] = []
-
-    def bind(move: str) -> Transfer:
-        bound.append(move)
-        return lambda keys, _: TransferOutcome(keys)
-
-    runs = SharedRuns(bind, TIMEOUT_S, clock)
-    load, store = runs.find("load"), runs.find("store")
-    assert load is not store
-    assert runs.find("load") is load
-    runs.clear()
-    assert runs.find("load") is not load
-    assert bound == ["load", "store", "load"]

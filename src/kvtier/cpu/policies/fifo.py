@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from kvtier.base import OffloadKey
 from kvtier.cpu.policies.base import BlockStatus
-from kvtier.cpu.policies.one_queue import OneQueuePolicy
+from kvtier.cpu.policies.lru import OneQueuePolicy
 from kvtier.cpu.policies.touched import find_touched
 
 

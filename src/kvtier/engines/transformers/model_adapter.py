@@ -11,7 +11,7 @@ are refused, and so are models that keep a state outside their cache.
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
@@ -54,6 +54,14 @@ PROBE_LENGTHS = (1, 3)
 
 PROBE_TOKEN_ID = 0
 """The token of the probe; every vocabulary has it, and its embedding does not matter."""
+
+REFUSED_TYPES: Mapping[str, str] = {
+    "blt": "cuts the bytes of each pass into patches by themselves",
+    "moshi": "does not mask what has left its sliding window",
+}
+"""Architectures whose answer depends on how a prompt is cut into passes, with the reason, in transformers 5.23 of
+November 2026. No probe of a few tokens finds either: windows and patches are longer. A test has an answer of each that
+changes with the cut."""
 
 MEDIA_TOKEN = re.compile(r"(.*_)?(image|video|audio|speech|media)_(placeholder_|pad_)?token_(id|index)")
 """Names of settings with the ids of media placeholder tokens; transformers has no common list of them."""
@@ -242,6 +250,12 @@ def _require_causal(model: object) -> None:
         raise ModelError(f"{type(model).__name__} has an encoder: only decoder-only models are served")
     if not isinstance(model, GenerationMixin) or not model.can_generate():
         raise ModelError(f"{type(model).__name__} cannot generate: pass the model with its language head")
+    reason = REFUSED_TYPES.get(model.config.model_type)
+    if reason is not None:
+        raise ModelError(
+            f"{type(model).__name__} {reason}: its answer depends on how a prompt is cut into passes, so a prefix "
+            "cannot be shared; call model.generate without kvtier"
+        )
     if not getattr(model, CACHE_SUPPORT_METHOD)():
         raise ModelError(
             f"{type(model).__name__} has no KV cache but another kind of state: it cannot be served"

@@ -27,6 +27,7 @@ SIZES: Mapping[str, object] = {
     **dict.fromkeys(
         ("hidden_size", "d_model", "n_embd", "embed_dim", "embedding_size", "word_embed_proj_dim"), HIDDEN
     ),
+    "hidden_size_global": HIDDEN,
     **dict.fromkeys(
         ("intermediate_size", "ffn_dim", "d_ff", "dim_ff", "decoder_ffn_dim", "encoder_ffn_dim"), 64
     ),
@@ -117,7 +118,10 @@ MEDIA_SIZES: Mapping[str, object] = {
 
 MEDIA_PARTS = ("vision_config", "audio_config", "audio_encoder", "text_encoder")
 
-TEXT_PARTS = ("text_config", "decoder", "thinker_config", "language_config")
+TEXT_PARTS = (
+    *("text_config", "decoder", "thinker_config", "language_config"),
+    *("encoder_config", "decoder_config", "global_config", "patcher_config"),  # of bytes and patches, in BLT
+)
 """Parts of a configuration that describe a text model."""
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.tiering.fs.system import SystemCalls
-from kvtier.tiering.kit.disk import allocate_page
+from kvtier.tiering.kit.backend import allocate_page
 
 
 @dataclass(frozen=True, slots=True)

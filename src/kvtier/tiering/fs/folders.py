@@ -107,11 +107,6 @@ class FSNamespace:
         """Return what all names begin with whose blocks are in the same folder as that of ``key``."""
         return self.format.name(key)[:1]
 
-    def list_known(self, key: OffloadKey) -> tuple[bool, list[OffloadKey]]:
-        """Return whether this process knows the folder of ``key``, and the blocks that it knows in there."""
-        prefix = self.folder_prefix(key)
-        return prefix in self.known_folders, self.index.find_prefix(prefix, self.format.name)
-
     def forget_folders(self) -> None:
         """Forget what is known of the folders: another program has deleted or replaced some."""
         self.known_folders.clear()

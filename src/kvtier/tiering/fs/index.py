@@ -73,7 +73,7 @@ class KeyIndex:
                 if self._evicted is not None:
                     for key in gone:
                         self._evicted.add(key)
-            if self._losses is not None:
+            if gone and self._losses is not None:
                 self._losses.report(gone, Loss.EVICTED)
 
     def evict(self, keys: Iterable[OffloadKey], loss: Loss = Loss.EVICTED) -> None:

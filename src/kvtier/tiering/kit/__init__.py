@@ -5,9 +5,9 @@ backend; lookups, queues, deadlines and outages are done.
 """
 
 from kvtier.settings import parse_settings, setting
-from kvtier.tiering.kit.backend import BlockStore, Counters, Rows, rows_of
+from kvtier.tiering.kit.backend import BlockStore, Counters, Rows, ThreadPages, rows_of
 from kvtier.tiering.kit.block_format import BlockFormat, format_of
-from kvtier.tiering.kit.disk import ThreadPages, checksum_ahead
+from kvtier.tiering.kit.disk import checksum_ahead
 from kvtier.tiering.kit.envelope import HeaderCheck, check_block, make_header
 from kvtier.tiering.kit.eviction_log import EvictionLog
 from kvtier.tiering.kit.health import BackendHealth

@@ -1,9 +1,10 @@
 """The contract of a backend: what a ``ThreadedTier`` needs from the place where its blocks are kept.
 
 A ``BlockStore`` moves the bytes of some blocks between rows of the primary tier and its backend, each with a header,
-and returns which ones succeeded.
+and returns which ones succeeded. Beside it is what its threads share: the rows, pages for headers, and counts.
 """
 
+import mmap
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -13,6 +14,7 @@ from typing import Generic, TypeVar
 
 from kvtier.base import OffloadKey
 from kvtier.namespace import Namespace
+from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
 from kvtier.tiering.kit.io_pool import TransferOutcome
 
 S = TypeVar("S")
@@ -44,6 +46,39 @@ def rows_of(primary_kv_view: memoryview) -> Rows:
     """Return the rows behind a primary's view of shape (num_rows, row_bytes), format 'b'. Pure."""
     row_bytes = primary_kv_view.shape[1] if primary_kv_view.shape else 0
     return Rows(primary_kv_view.cast("B"), row_bytes)
+
+
+def allocate_page() -> memoryview:
+    """Return one zeroed, aligned page, format 'B'."""
+    return memoryview(mmap.mmap(-1, HEADER_PAGE_BYTES))
+
+
+def allocate_pages(num_pages: int, page_bytes: int = HEADER_PAGE_BYTES) -> list[memoryview]:
+    """Return zeroed, aligned pages of ``page_bytes``, format 'B', in one piece of memory."""
+    stride = -(-page_bytes // HEADER_PAGE_BYTES) * HEADER_PAGE_BYTES
+    memory = memoryview(mmap.mmap(-1, num_pages * stride))
+    return [memory[start : start + page_bytes] for start in range(0, len(memory), stride)]
+
+
+class ThreadPages:
+    """Aligned pages that each thread has for itself, made at its first use.
+
+    Args:
+        num_pages: how many a thread has.
+        page_bytes: length of each.
+    """
+
+    def __init__(self, num_pages: int, page_bytes: int = HEADER_PAGE_BYTES) -> None:
+        self._num_pages = num_pages
+        self._page_bytes = page_bytes
+        self._local = threading.local()
+
+    def of_this_thread(self) -> list[memoryview]:
+        """Return the calling thread's, always the same ones, format 'B'. Thread: any."""
+        pages: list[memoryview] | None = getattr(self._local, "pages", None)
+        if pages is None:
+            pages = self._local.pages = allocate_pages(self._num_pages, self._page_bytes)
+        return pages
 
 
 class Counters:

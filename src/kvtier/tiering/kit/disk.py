@@ -1,12 +1,10 @@
-"""What tiers on a local disk share: settings, aligned memory, and checksums ahead of writes.
+"""What tiers on a local disk share: settings, and checksums ahead of writes.
 
 A checksum reads its block into the core's cache, and a device that fetches the block from there is slowed down. With
 other blocks checksummed in between, the block has left the cache when it is written.
 """
 
-import mmap
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
@@ -16,7 +14,6 @@ import numpy as np
 
 from kvtier.errors import ConfigError
 from kvtier.settings import Setting, choice, setting, whole
-from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
 
 ALIGNMENT_BYTES = 4096
 """What memory, offsets and lengths of direct I/O are multiples of: the largest logical block in use."""
@@ -92,39 +89,6 @@ def plan_num_threads(num_threads: int | None, row_bytes: int, *, has_direct_io: 
     if num_threads is not None:
         return num_threads
     return DIRECT_NUM_THREADS if has_direct_io and row_bytes >= LARGE_ROW_BYTES else DEFAULT_NUM_THREADS
-
-
-def allocate_page() -> memoryview:
-    """Return one zeroed, aligned page, format 'B'."""
-    return memoryview(mmap.mmap(-1, HEADER_PAGE_BYTES))
-
-
-def allocate_pages(num_pages: int, page_bytes: int = HEADER_PAGE_BYTES) -> list[memoryview]:
-    """Return zeroed, aligned pages of ``page_bytes``, format 'B', in one piece of memory."""
-    stride = -(-page_bytes // HEADER_PAGE_BYTES) * HEADER_PAGE_BYTES
-    memory = memoryview(mmap.mmap(-1, num_pages * stride))
-    return [memory[start : start + page_bytes] for start in range(0, len(memory), stride)]
-
-
-class ThreadPages:
-    """Aligned pages that each thread has for itself, made at its first use.
-
-    Args:
-        num_pages: how many a thread has.
-        page_bytes: length of each.
-    """
-
-    def __init__(self, num_pages: int, page_bytes: int = HEADER_PAGE_BYTES) -> None:
-        self._num_pages = num_pages
-        self._page_bytes = page_bytes
-        self._local = threading.local()
-
-    def of_this_thread(self) -> list[memoryview]:
-        """Return the calling thread's, always the same ones, format 'B'. Thread: any."""
-        pages: list[memoryview] | None = getattr(self._local, "pages", None)
-        if pages is None:
-            pages = self._local.pages = allocate_pages(self._num_pages, self._page_bytes)
-        return pages
 
 
 def sync_folder(path: str) -> None:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from kvtier.base import JobId, OffloadKey
 from kvtier.errors import TierError, format_foreign
 from kvtier.tiering.base import JobMetadata, JobResult
+from kvtier.tiering.kit.envelope import MAX_KEY_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -40,14 +41,13 @@ class TransferOutcome(NamedTuple):
 
 
 LEAST_JOINED_BLOCKS = 16
-"""Blocks up to which small jobs are joined although other threads have nothing to do, where a call costs much beside its
-blocks (``cuts_evenly``). With fewer such calls take most of the time; with more a thread moves alone what several could."""
+"""Blocks up to which small jobs are joined although other threads have nothing to do, where a call costs much beside
+its blocks (``cuts_evenly``). With fewer, such calls take most of the time; with more a thread moves alone what several
+could."""
 
-
-def outcome_of(succeeded: Collection[OffloadKey], faults: Collection[OffloadKey]) -> TransferOutcome:
-    """Return the outcome of a transfer that knows which of its blocks failed by the tier's fault. Pure."""
-    return TransferOutcome(succeeded, bool(faults), faults)
-
+MAX_JOINED_BYTES = 2 * 2**20
+"""Bytes of several jobs that are moved with one call. A request waits for the others in its call: about a millisecond
+for so many. Fewer make more calls of short requests; more only make requests wait."""
 
 OVERDUE_CHECK_S = 1.0
 """Seconds between two looks whether a job that is waited for is overdue, which matters only while each thread hangs."""
@@ -289,7 +289,8 @@ class IOPool:
             share = max(share, -(-len(job.keys) // num_threads))
         end = min(begin + min(share, self._max_task_blocks), len(job.keys))
         task = _Task([job], job.keys[begin:end], job.block_ids[begin:end], is_store)
-        if end - begin == len(job.keys) < self._max_joined_blocks and not job.is_alone:
+        is_small = end - begin == len(job.keys) < self._max_joined_blocks
+        if is_small and len(queue.jobs) > 1 and not job.is_alone:
             task = self._join_jobs(queue, min(num_joined, self._max_joined_blocks), is_store=is_store)
         elif end == len(job.keys):
             queue.jobs.popleft()
@@ -392,3 +393,30 @@ class IOPool:
         self._reports.append(result)
         self._num_open_jobs -= 1
         self._changed.notify_all()
+
+
+def plan_max_joined_blocks(row_bytes: int) -> int:
+    """Return how many blocks of several jobs are moved with one call. Pure."""
+    return max(1, MAX_JOINED_BYTES // max(1, row_bytes))
+
+
+def check_job(job: JobMetadata, num_rows: int, tier: str) -> None:
+    """Refuse a job that no thread could carry out.
+
+    Raises:
+        TierError: keys and slots do not fit together, or one of them cannot be.
+    """
+
+    def refusal(reason: str) -> TierError:
+        return TierError(tier, f"job {job.job_id} {reason}")
+
+    if len(job.keys) != len(job.block_ids):
+        counts = f"{len(job.keys)} keys and {len(job.block_ids)} slots"
+        raise refusal(f"has {counts}: give one slot for each key")
+    too_long = next((key for key in job.keys if not 0 < len(key) <= MAX_KEY_BYTES), None)
+    if too_long is not None:
+        limit = f"1 to {MAX_KEY_BYTES} bytes fit into a header"
+        raise refusal(f"has a key of {len(too_long)} bytes: {limit}")
+    if job.keys and not (job.block_ids.min() >= 0 and job.block_ids.max() < num_rows):
+        slots = f"slots {job.block_ids.min()} to {job.block_ids.max()}"
+        raise refusal(f"names {slots}, the primary has {num_rows}")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MappingProxyType
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
@@ -42,8 +42,7 @@ from kvtier.tiering.kit.backend import BlockStore
 from kvtier.tiering.kit.direct import DirectUse
 from kvtier.tiering.kit.envelope import MAX_KEY_BYTES
 from kvtier.tiering.kit.health import BackendHealth
-from kvtier.tiering.kit.io_pool import IOPool, Transfer, TransferOutcome
-from kvtier.tiering.kit.joining import SharedRuns, plan_max_joined_blocks
+from kvtier.tiering.kit.io_pool import IOPool, Transfer, TransferOutcome, check_job, plan_max_joined_blocks
 from kvtier.tiering.kit.lookup import AsyncLookup, Generation
 from kvtier.tiering.kit.purging import BackgroundPurge, RemoveBlocks
 from kvtier.tiering.kit.tier_encryption import open_tier_encryption
@@ -51,6 +50,10 @@ from kvtier.tiering.kit.tier_encryption import open_tier_encryption
 logger = logging.getLogger(__name__)
 
 S = TypeVar("S")
+
+SAME_DEADLINE_RATIO = 0.01
+"""Jobs are joined that were submitted within this share of ``job_timeout_s``: the first one's deadline holds for the
+call, so the others have this much less. Far more than a step takes; with zero no jobs of two steps are joined."""
 
 STILL_CALLED_IN_CHILD = frozenset({"get_tier_type", "on_forked", "shutdown"})
 """What of a tier a forked child may still call; its other public methods raise there."""
@@ -152,14 +155,13 @@ class ThreadedTier(
         self._purge = None if remove_blocks is None else BackgroundPurge(name, remove_blocks)
         self._open_stores: dict[JobId, tuple[OffloadKey, ...]] | None = {} if settings.emit_events else None
         self._namespace = self._open_namespace(b"")
-        self._shared_runs = (
-            SharedRuns(self._bind, settings.job_timeout_s, clock) if options.joins_jobs else None
-        )
+        self._joins_jobs = options.joins_jobs
+        self._bound: dict[_Move[S], _BoundTransfer] = {}
         self.direct = DirectUse(
             self._pool,
             self._contains_batch,
-            submit_store=lambda job: self._submit(job, self._bind(self._store)),
-            submit_load=lambda job: self._submit(job, self._bind(self._load)),
+            submit_store=lambda job: self._submit(job, self._store),
+            submit_load=lambda job: self._submit(job, self._load),
         )
         self._num_drops = 0
         self._is_closed = False
@@ -195,12 +197,12 @@ class ThreadedTier(
         return self._lookup.lookup(key)
 
     def submit_store(self, job: JobMetadata) -> None:
-        self._submit(job, self._find_run(self._store))
+        self._submit(job, self._store, may_join=self._joins_jobs)
         if self._open_stores is not None:
             self._open_stores[job.job_id] = job.keys
 
     def submit_load(self, job: JobMetadata) -> None:
-        self._submit(job, self._find_run(self._load))
+        self._submit(job, self._load, may_join=self._joins_jobs)
 
     def get_finished(self) -> Iterable[JobResult]:
         # For callers that never end a step; for others nothing is left to send.
@@ -259,7 +261,7 @@ class ThreadedTier(
 
     def reset(self, epoch: bytes) -> None:
         self._namespace = self._open_namespace(epoch)
-        self._start_generation()
+        self._lookup.clear()
 
     def begin_purge(self) -> None:
         if self._purge is None:
@@ -278,7 +280,7 @@ class ThreadedTier(
         assert self._purge is not None, "only a purge that has begun goes on"
         found = self._purge.poll()
         if isinstance(found, PurgeOutcome):
-            self._start_generation()  # what was found before is gone
+            self._lookup.clear()  # what was found before is gone
             self._block_store.on_purged()
             if self._encryption is not None:
                 # The backend has keyed names. Without keys every announced block is withdrawn.
@@ -310,23 +312,20 @@ class ThreadedTier(
         """Return the blocks whose store has not been reported yet; without ``emit_events`` none is recorded."""
         return frozenset().union(*(self._open_stores or {}).values())
 
-    def _submit(self, job: JobMetadata, run: Transfer) -> None:
+    def _submit(self, job: JobMetadata, move: "_Move[S]", *, may_join: bool = False) -> None:
+        """Queue a job with what moves its blocks, bound to the namespace of now."""
         check_job(job, self._num_rows, self._name)
-        self._pool.submit(job, run, self.settings.job_timeout_s)
-
-    def _find_run(self, move: "_Move[S]") -> Transfer:
-        return self._bind(move) if self._shared_runs is None else self._shared_runs.find(move)
-
-    def _bind(self, move: "_Move[S]") -> Transfer:
-        """Return what moves blocks, bound to the namespace of now."""
-        block_store = self._block_store.with_deadline(self._clock() + self.settings.job_timeout_s)
-        run: Transfer = partial(move, block_store, self._namespace, self._lookup.generation)
-        return run if self._encryption is None else self._encryption.bind(run)
-
-    def _start_generation(self) -> None:
-        self._lookup.clear()
-        if self._shared_runs is not None:
-            self._shared_runs.clear()
+        timeout_s, now_s, generation = self.settings.job_timeout_s, self._clock(), self._lookup.generation
+        bound = self._bound.get(move) if may_join else None
+        if bound is None or bound.generation != generation or bound.until_s < now_s:
+            block_store = self._block_store.with_deadline(now_s + timeout_s)
+            run: Transfer = partial(move, block_store, self._namespace, generation)
+            if self._encryption is not None:
+                run = self._encryption.bind(run)
+            bound = _BoundTransfer(run, generation, now_s + SAME_DEADLINE_RATIO * timeout_s)
+            if may_join:
+                self._bound[move] = bound
+        self._pool.submit(job, bound.run, timeout_s)
 
     def explain_keyless(self, key: OffloadKey) -> Miss | None:
         """Return that the ring has no key for the tenant of ``key``; None where it has, or nothing is encrypted."""
@@ -453,34 +452,21 @@ def _refuse_in_child() -> None:
 
 os.register_at_fork(after_in_child=_refuse_in_child)
 
+
+class _BoundTransfer(NamedTuple):
+    """What moves the blocks of jobs submitted until ``until_s`` on the clock; the pool joins jobs that share it."""
+
+    run: Transfer
+    generation: Generation
+    until_s: float
+
+
 _Move = Callable[
     [BlockStore[S], S, Generation, Sequence[OffloadKey], Sequence[int]],
     TransferOutcome,
 ]
 """Moves blocks of one job: the store until the job's deadline, the namespace and the generation of its submission,
 keys, slots. What a job of before a reset finds out says nothing about the present namespace."""
-
-
-def check_job(job: JobMetadata, num_rows: int, tier: str) -> None:
-    """Refuse a job that no thread could carry out.
-
-    Raises:
-        TierError: keys and slots do not fit together, or one of them cannot be.
-    """
-
-    def refusal(reason: str) -> TierError:
-        return TierError(tier, f"job {job.job_id} {reason}")
-
-    if len(job.keys) != len(job.block_ids):
-        counts = f"{len(job.keys)} keys and {len(job.block_ids)} slots"
-        raise refusal(f"has {counts}: give one slot for each key")
-    too_long = next((key for key in job.keys if not 0 < len(key) <= MAX_KEY_BYTES), None)
-    if too_long is not None:
-        limit = f"1 to {MAX_KEY_BYTES} bytes fit into a header"
-        raise refusal(f"has a key of {len(too_long)} bytes: {limit}")
-    if job.keys and not (job.block_ids.min() >= 0 and job.block_ids.max() < num_rows):
-        slots = f"slots {job.block_ids.min()} to {job.block_ids.max()}"
-        raise refusal(f"names {slots}, the primary has {num_rows}")
 
 
 def require_lasting_keys(config: OffloadingConfig, tier: str) -> None:

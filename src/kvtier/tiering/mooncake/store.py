@@ -22,7 +22,7 @@ from kvtier.tiering.kit.envelope import (
     FAULTS,
     HeaderCheck,
 )
-from kvtier.tiering.kit.io_pool import TransferOutcome, outcome_of
+from kvtier.tiering.kit.io_pool import TransferOutcome
 from kvtier.tiering.kit.losses import BackendLosses
 from kvtier.tiering.kit.purging import Batches
 from kvtier.tiering.mooncake.client import MooncakeClient, ScatterLists
@@ -312,10 +312,9 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
             declined=sum(answer in NO_ROOM for answer in answers),
             store_errors=failed.total(),
         )
-        known = {*HELD, *NO_ROOM}
-        return outcome_of(
-            succeeded, [key for key, answer in zip(keys, answers, strict=True) if answer not in known]
-        )
+        fine = HELD | NO_ROOM
+        faults = [key for key, answer in zip(keys, answers, strict=True) if answer not in fine]
+        return TransferOutcome(succeeded, is_fault=bool(faults), faults=faults)
 
     def _count_loaded(
         self, keys: Sequence[OffloadKey], failures: Sequence[TierFailure | None]
@@ -324,7 +323,7 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
         reasons = Counter(failure.value for failure in failures if failure is not None)
         self._counters.add(hits=len(succeeded), loaded_bytes=len(succeeded) * self._rows.row_bytes, **reasons)
         faults = [key for key, failure in zip(keys, failures, strict=True) if failure in FAULTS]
-        return outcome_of(succeeded, faults)
+        return TransferOutcome(succeeded, is_fault=bool(faults), faults=faults)
 
     def _log_failed(self, verb: str, counts: Counter[int]) -> None:
         for answer, count in counts.items():

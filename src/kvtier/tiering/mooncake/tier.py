@@ -53,6 +53,9 @@ class MooncakeTier(ThreadedTier[MooncakeNamespace], PlaceTier, ProbedTier, MissE
 
     own_settings: ClassVar = MooncakeSettings
     can_encrypt: ClassVar[bool] = True
+    no_quotas_reason: ClassVar[str] = (
+        "because a store tells its clients neither what is in it nor when a block was used"
+    )
     locality: ClassVar[Locality | None] = Locality.REMOTE
     place_setting: ClassVar[str] = "master"
 

@@ -8,19 +8,26 @@ at most.
 Instances do not talk and do not fight: each deletes a beginning of the same order, age and then name, down to the
 same mark, so that two passes at once delete what one would. Objects cannot be touched, so the order is that of
 writing, not of use.
+
+Where tenants have quotas, the oldest objects of those beyond theirs leave first. Without a capacity quotas are bounds:
+a pass deletes what is beyond them, and is due when a tenant has written an eighth of its own.
 """
 
 import heapq
 import logging
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from itertools import takewhile
 
+from kvtier.base import OffloadKey
 from kvtier.errors import TierError, describe_foreign
+from kvtier.namespace import Namespace
 from kvtier.tiering.kit.backend import Counters
 from kvtier.tiering.obj.client import PAGE_OBJECTS, Client, Listed
 from kvtier.tiering.obj.expiry import ObjectExpiry
 from kvtier.tiering.obj.layout import is_own
+from kvtier.tiering.obj.quotas import ObjQuotas
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +39,13 @@ MAX_VICTIMS = 20_000
 
 RETRY_S = 5.0
 """Seconds until a pass that failed is tried again; meanwhile stores may be declined."""
+
+PAUSE_FACTOR = 10
+"""After a pass for quotas alone the next waits this many times as long as it took: a large bucket is not listed all the
+time."""
+
+LOOK_S = 60.0
+"""Seconds between two looks at whether a pass for quotas is due by the age of the last one alone."""
 
 CLOSE_TIMEOUT_S = 1.0
 """Seconds for which the deleting thread is waited for. It touches no row: nothing depends on its end."""
@@ -48,6 +62,7 @@ class Evictor:
         capacity_bytes: the most that they may take.
         counters: where evictions are counted.
         expiry: which objects are over and go first, whatever the capacity; None: none ever is.
+        quotas: which of the others go before those that are oldest; None: tenants have no quotas here.
     """
 
     def __init__(
@@ -57,8 +72,10 @@ class Evictor:
         capacity_bytes: int,
         counters: Counters,
         expiry: ObjectExpiry | None = None,
+        quotas: ObjQuotas | None = None,
     ) -> None:
         self._expiry = expiry
+        self._quotas = quotas
         self._client = client
         self._root = root
         self._allowance_bytes = capacity_bytes // FREE_SHARE
@@ -78,10 +95,22 @@ class Evictor:
             if has_room:
                 self._written_bytes = written_bytes
             if self._thread is None or written_bytes > self._allowance_bytes // 2:
-                self._is_pass_due = True
-                self._start_thread()
-                self._changed.notify_all()
+                self._request_pass()
             return has_room
+
+    def on_opened(self, namespace: Namespace) -> None:
+        """Read the tenants in the names of this namespace from now on, where they are encrypted."""
+        if self._quotas is not None:
+            self._quotas.names.on_opened(namespace)
+
+    def on_stored(self, keys: Iterable[OffloadKey], block_bytes: int) -> None:
+        """Count blocks that were written for their tenants, where these have quotas."""
+        if self._quotas is None:
+            return
+        self._quotas.on_stored(keys, block_bytes)
+        if self._quotas.is_due:
+            with self._changed:
+                self._request_pass()
 
     def give_back(self, num_bytes: int) -> None:
         """Uncount bytes that were admitted and, for certain, not written."""
@@ -97,6 +126,15 @@ class Evictor:
         if self._thread is not None:
             self._thread.join(CLOSE_TIMEOUT_S)
 
+    def stats(self) -> dict[str, float]:
+        """Return what tenants keep, where they have quotas."""
+        return {} if self._quotas is None else self._quotas.stats()
+
+    def _request_pass(self) -> None:
+        self._is_pass_due = True
+        self._start_thread()
+        self._changed.notify_all()
+
     def _start_thread(self) -> None:
         if self._thread is None and not self._is_closed:
             self._thread = threading.Thread(target=self._work, name="kvtier-obj-capacity", daemon=True)
@@ -104,6 +142,7 @@ class Evictor:
 
     def _work(self) -> None:
         while self._wait_due():
+            begun_s = time.monotonic()
             try:
                 self._run_pass()
             except TierError as error:
@@ -111,16 +150,26 @@ class Evictor:
             except Exception as error:  # noqa: BLE001  # thread top
                 # Not its text: the client's quotes requests, and a request may carry a key.
                 self._note_failed(describe_foreign(error))
+            if self._quotas is not None and self._quotas.is_bound:
+                pause_s = PAUSE_FACTOR * (time.monotonic() - begun_s)
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_closed, pause_s)
 
     def _wait_due(self) -> bool:
         with self._changed:
-            pause_s = None if self._expiry is None else self._expiry.pass_s
-            self._changed.wait_for(lambda: self._is_pass_due or self._is_closed, pause_s)
+            pause_s = LOOK_S if self._expiry is None else self._expiry.pass_s
+            while not self._changed.wait_for(lambda: self._is_pass_due or self._is_closed, pause_s):
+                if self._expiry is not None or (self._quotas is not None and self._quotas.is_due):
+                    break
             self._is_pass_due = False
             return not self._is_closed
 
     def _note_failed(self, reason: str) -> None:
-        logger.warning("tier obj: capacity_bytes cannot be kept, stores are declined: %s", reason)
+        is_bound = self._quotas is not None and self._quotas.is_bound
+        effect = (
+            "quota_bytes cannot be kept" if is_bound else "capacity_bytes cannot be kept, stores are declined"
+        )
+        logger.warning("tier obj: %s: %s", effect, reason)
         self._counters.add(failed_passes=1)
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed, RETRY_S)
@@ -131,25 +180,36 @@ class Evictor:
             seen_bytes = self._written_bytes
         while not self._run_round():
             pass
+        if self._quotas is not None and not self._is_closed:
+            self._quotas.end_pass()
         with self._changed:
             self._written_bytes = max(0, self._written_bytes - seen_bytes)
 
     def _run_round(self) -> bool:
         """Delete the oldest; return whether the mark is reached or nothing is left to do."""
         listing = PrefixListing(self._client.list_all(self._root), self._root)
-        oldest = heapq.nsmallest(MAX_VICTIMS, listing)
-        victims = plan_victims(oldest, listing.total_bytes - self._mark_bytes)
-        if self._expiry is not None:
-            # From the oldest on: those from a future that a clock was set back from leave by the capacity.
-            over = list(takewhile(self._is_over, oldest))
-            victims = max(victims, over, key=len)
+        counted = listing if self._quotas is None else self._quotas.counted(listing)
+        oldest = heapq.nsmallest(MAX_VICTIMS, counted)
+        excess_bytes = listing.total_bytes - self._mark_bytes
+        # From the oldest on: those from a future that a clock was set back from leave by the capacity.
+        over = [] if self._expiry is None else list(takewhile(self._is_over, oldest))
+        if self._quotas is None:
+            victims = max(plan_victims(oldest, excess_bytes), over, key=len)
+            is_all = len(victims) < MAX_VICTIMS
+        else:
+            victims, is_all = self._quotas.plan(oldest, over, excess_bytes, self._list_own)
         for begin in range(0, len(victims), PAGE_OBJECTS):
             if self._is_closed:
                 return True
             page = victims[begin : begin + PAGE_OBJECTS]
             self._client.remove([victim.path for victim in page])
+            if self._quotas is not None:
+                self._quotas.on_removed(page)
             self._counters.add(evicted=len(page), evicted_bytes=sum(victim.num_bytes for victim in page))
-        return len(victims) < MAX_VICTIMS
+        return is_all
+
+    def _list_own(self) -> Iterable[Listed]:
+        return PrefixListing(self._client.list_all(self._root), self._root)
 
     def _is_over(self, listed: Listed) -> bool:
         return self._expiry is not None and self._expiry.is_over(listed.modified)

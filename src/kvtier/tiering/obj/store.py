@@ -81,6 +81,8 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
     def open_namespace(self, identity: Namespace, *, is_new: bool) -> ObjNamespace:
         del is_new
         self._last_opened = ObjNamespace(identity, namespace_path(self._root, identity.name))
+        if self._evictor is not None:
+            self._evictor.on_opened(identity)
         return self._last_opened
 
     def check_reachable(self) -> None:
@@ -160,7 +162,7 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         self.losses.clear()
 
     def stats(self) -> dict[str, float]:
-        return self._counters.snapshot()
+        return self._counters.snapshot() | ({} if self._evictor is None else self._evictor.stats())
 
     def close(self) -> None:
         if self._evictor is not None:
@@ -191,6 +193,8 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
             num_written = int(self._client.put_new(namespace.block_path(blocks[0][0]), with_headers))
             if self._evictor is not None and not num_written:
                 self._evictor.give_back(num_bytes)
+            elif self._evictor is not None:
+                self._evictor.on_stored(succeeded, num_bytes)
             if not num_written:
                 # Its writer may have been cut off: what is not a whole block there is not held.
                 succeeded = self.contains_batch(namespace, [blocks[0][0]])

@@ -20,6 +20,7 @@ from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
 from kvtier.tiering.kit.lifetime import make_lifetime
 from kvtier.tiering.kit.place import PlaceTier, ProbedTier, TierFinding
 from kvtier.tiering.kit.purging import remove_from_place
+from kvtier.tiering.kit.quota_counts import make_quota_counts
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 from kvtier.tiering.obj.client import Client
 from kvtier.tiering.obj.evictor import Evictor
@@ -27,6 +28,7 @@ from kvtier.tiering.obj.expiry import ObjectExpiry
 from kvtier.tiering.obj.group import RowsWithHeaders
 from kvtier.tiering.obj.layout import ObjNamespace
 from kvtier.tiering.obj.place import ObjPlace, open_obj_place, probe_obj_place
+from kvtier.tiering.obj.quotas import ObjQuotas, require_quotas_possible
 from kvtier.tiering.obj.settings import ObjSettings, require_capacity
 from kvtier.tiering.obj.store import ObjBlockStore
 
@@ -58,6 +60,7 @@ class ObjTier(ThreadedTier[ObjNamespace], PlaceTier, ProbedTier, MissExplainer):
 
     own_settings: ClassVar = ObjSettings
     can_encrypt: ClassVar[bool] = True
+    keeps_quotas: ClassVar[bool] = True
     locality: ClassVar[Locality | None] = Locality.REMOTE
     place_setting: ClassVar[str] = "url"
 
@@ -79,12 +82,17 @@ class ObjTier(ThreadedTier[ObjNamespace], PlaceTier, ProbedTier, MissExplainer):
         expiry = None if lifetime is None else ObjectExpiry(lifetime, wall_clock)
         client = Client(obj_settings, clock, expiry)
         capacity_bytes = obj_settings.capacity_bytes
-        is_tidied = capacity_bytes is not None or expiry is not None
+        counts = make_quota_counts(config, TIER_TYPE, clock)
+        quotas = None
+        if counts is not None:
+            require_quotas_possible(obj_settings)
+            quotas = ObjQuotas(counts, obj_settings.target.root, is_bound=capacity_bytes is None)
+        is_tidied = capacity_bytes is not None or expiry is not None or quotas is not None
         counters = Counters(*COUNTS, *(CAPACITY_COUNTS if is_tidied else ()))
         evictor = None
         if is_tidied:
             most_bytes = MAX_BYTES if capacity_bytes is None else capacity_bytes
-            evictor = Evictor(client, obj_settings.target.root, most_bytes, counters, expiry)
+            evictor = Evictor(client, obj_settings.target.root, most_bytes, counters, expiry, quotas)
         if capacity_bytes is not None:
             self.capacity_blocks = capacity_bytes // (ENVELOPE_BYTES + rows.row_bytes)
         store = ObjBlockStore(client, RowsWithHeaders(rows), obj_settings, evictor, counters, clock)

@@ -14,7 +14,8 @@ from contextlib import contextmanager, suppress
 from enum import Enum
 
 from kvtier.errors import ConfigError, TierError
-from kvtier.tiering.kit.disk import ALIGNMENT_BYTES, Durability, allocate_page, is_aligned, sync_folder
+from kvtier.tiering.kit.backend import allocate_page
+from kvtier.tiering.kit.disk import ALIGNMENT_BYTES, Durability, is_aligned, sync_folder
 from kvtier.tiering.slab.settings import SlabSettings, explain_shrinking
 from kvtier.tiering.slab.slab_file import SlabFile, SystemCalls
 from kvtier.tiering.slab.superblock import (

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvtier.base import OffloadKey
-from kvtier.tiering.kit.disk import allocate_page
+from kvtier.tiering.kit.backend import allocate_page
 from kvtier.tiering.kit.envelope import (
     ENVELOPE_BYTES,
     HEADER_PAGE_BYTES,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.tiering.kit.disk import allocate_page
+from kvtier.tiering.kit.backend import allocate_page
 from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
 from kvtier.tiering.slab.superblock import SlabGeometry
 

@@ -15,12 +15,12 @@ from kvtier.base import OffloadKey
 from kvtier.errors import TierError
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
-from kvtier.tiering.kit.backend import BlockStore, Counters, Rows
+from kvtier.tiering.kit.backend import BlockStore, Counters, Rows, ThreadPages, allocate_pages
 from kvtier.tiering.kit.block_format import BlockFormat
-from kvtier.tiering.kit.disk import ThreadPages, allocate_pages, checksum_ahead, plan_num_checksums_ahead
+from kvtier.tiering.kit.disk import checksum_ahead, plan_num_checksums_ahead
 from kvtier.tiering.kit.envelope import FAILURE_OF_CHECK, FAULTS, HEADER_PAGE_BYTES, HeaderCheck
 from kvtier.tiering.kit.health import OutageLog
-from kvtier.tiering.kit.io_pool import TransferOutcome, outcome_of
+from kvtier.tiering.kit.io_pool import TransferOutcome
 from kvtier.tiering.kit.purging import BATCH_BLOCKS, Batches, Removed
 from kvtier.tiering.slab.expiry import NO_TIME
 from kvtier.tiering.slab.reopening import CurrentSlab, OpenSlab
@@ -154,7 +154,7 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
             declined=len(slot_of) - len(succeeded) - len(failed),
             store_errors=len(failed),
         )
-        return outcome_of(succeeded, failed)
+        return TransferOutcome(succeeded, is_fault=bool(failed), faults=failed)
 
     def _load(
         self,
@@ -179,7 +179,8 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
             opened.slots.complete_load([move.pin for move in moves], lost)
         succeeded = [move.pin.key for move in moves if move.pin.key not in failures]
         self._count_loads(len(succeeded), len(keys) - len(moves), failures.values())
-        return outcome_of(succeeded, [key for key, failure in failures.items() if failure in FAULTS])
+        faults = [key for key, failure in failures.items() if failure in FAULTS]
+        return TransferOutcome(succeeded, is_fault=bool(faults), faults=faults)
 
     def drop(self, namespace: SlabNamespace, keys: Sequence[OffloadKey]) -> None:
         with self._current.use() as opened:

@@ -24,8 +24,9 @@ from kvtier.tiering.kit.envelope import (
     HeaderCheck,
     unpack,
 )
-from kvtier.tiering.kit.io_pool import TransferOutcome, outcome_of
+from kvtier.tiering.kit.io_pool import TransferOutcome
 from kvtier.tiering.kit.losses import BackendLosses
+from kvtier.tiering.kit.quota_keeper import QuotaKeeper
 from kvtier.tiering.valkey.connection import Command, ReplyOrError, error_code, make_command
 from kvtier.tiering.valkey.errors import TIER_TYPE
 from kvtier.tiering.valkey.names import ValkeyNamespace, document_name
@@ -143,6 +144,7 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         ttl_s: seconds after its last use that a block is kept; None for ever.
         renews: whether a use counts; otherwise they count from the store.
         clock: seconds, monotonic.
+        quotas: keeps tenants within theirs; None: they have none here.
 
     Attributes:
         losses: why blocks are gone.
@@ -157,8 +159,10 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         clock: Callable[[], float] = time.monotonic,
         *,
         renews: bool = True,
+        quotas: QuotaKeeper | None = None,
     ) -> None:
         self._renews = renews
+        self._quotas = quotas
         self.losses = BackendLosses(TIER_TYPE, clock, ttl_s, renews=renews)
         self._servers = servers
         self._rows = rows
@@ -169,6 +173,8 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         self._described = DescribedNamespaces()
 
     def open_namespace(self, identity: Namespace, *, is_new: bool) -> ValkeyNamespace:
+        if self._quotas is not None:
+            self._quotas.names.on_opened(identity)
         return ValkeyNamespace(identity)
 
     def with_deadline(self, end_s: float) -> "ValkeyBlockStore":
@@ -213,12 +219,14 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
             store_errors=num_failed,
         )
         self.losses.on_stored([*held, *written])
+        if self._quotas is not None:
+            self._quotas.on_stored(written, self._value_bytes)
         faults = [
             key
             for (key, _), reply in zip(todo, replies, strict=True)
             if not _is_done(reply) and error_code(reply) != "OOM" and self._servers.is_fault(reply)
         ]
-        return outcome_of([*held, *written], faults)
+        return TransferOutcome([*held, *written], is_fault=bool(faults), faults=faults)
 
     def load(
         self, namespace: ValkeyNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
@@ -257,10 +265,12 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         self.losses.on_used(succeeded)
         self.losses.on_damaged(damaged)
         self._remove(namespace, damaged)
-        return outcome_of(succeeded, faults)
+        return TransferOutcome(succeeded, is_fault=bool(faults), faults=faults)
 
     def check_reachable(self) -> None:
         self._servers.check_reachable()
+        if self._quotas is not None:
+            self._quotas.check()
 
     def restore_description(self, namespace: ValkeyNamespace) -> bool:
         if not self._described.has(namespace.identity.name):
@@ -277,9 +287,11 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         self.losses.clear()
 
     def stats(self) -> dict[str, float]:
-        return self._counters.snapshot()
+        return self._counters.snapshot() | ({} if self._quotas is None else self._quotas.stats())
 
     def close(self) -> None:
+        if self._quotas is not None:
+            self._quotas.close()
         self._servers.close()
 
     def _run(self, commands: Sequence[Command], extras: Sequence[Command] = ()) -> list[ReplyOrError]:

@@ -17,6 +17,8 @@ from kvtier.tiering.base import NO_SETTINGS, TierSettings
 from kvtier.tiering.kit.backend import rows_of
 from kvtier.tiering.kit.place import PlaceTier, ProbedTier, TierFinding
 from kvtier.tiering.kit.purging import remove_from_place
+from kvtier.tiering.kit.quota_counts import make_quota_counts
+from kvtier.tiering.kit.quota_keeper import QuotaKeeper
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 from kvtier.tiering.valkey.cluster import Cluster
 from kvtier.tiering.valkey.errors import TIER_TYPE
@@ -38,6 +40,10 @@ MAX_TASK_BLOCKS = 64
 """The same for very small blocks, so that a job of them is shared by several threads."""
 
 
+QUOTA_PERMISSIONS = "+scan +object|idletime +memory|usage +client|no-touch"
+"""What a user must be allowed to do beside moving blocks, where tenants have quotas."""
+
+
 class ValkeyTier(ThreadedTier[ValkeyNamespace], PlaceTier, ProbedTier, MissExplainer):
     """One value per block on a server, or a cluster of them, that any number of engines may share.
 
@@ -54,6 +60,7 @@ class ValkeyTier(ThreadedTier[ValkeyNamespace], PlaceTier, ProbedTier, MissExpla
 
     own_settings: ClassVar = ValkeySettings
     can_encrypt: ClassVar[bool] = True
+    keeps_quotas: ClassVar[bool] = True
     locality: ClassVar[Locality | None] = Locality.REMOTE
     place_setting: ClassVar[str] = "url"
 
@@ -70,8 +77,13 @@ class ValkeyTier(ThreadedTier[ValkeyNamespace], PlaceTier, ProbedTier, MissExpla
         rows = rows_of(primary_kv_view)
         valkey_settings = parse_settings(ValkeySettings, own, f"tier {TIER_TYPE!r}")
         servers = (Cluster if valkey_settings.cluster else SingleServer)(valkey_settings, clock)
+        counts = make_quota_counts(config, TIER_TYPE, clock)
+        keeper = None
+        if counts is not None:
+            open_place = partial(open_valkey_place, own)
+            keeper = QuotaKeeper(TIER_TYPE, counts, open_place, clock, needed=QUOTA_PERMISSIONS)
         store = ValkeyBlockStore(
-            servers, rows, valkey_settings.ttl_s, clock, renews=valkey_settings.renew_ttl
+            servers, rows, valkey_settings.ttl_s, clock, renews=valkey_settings.renew_ttl, quotas=keeper
         )
         self._losses = store.losses
         super().__init__(

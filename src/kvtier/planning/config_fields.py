@@ -1,0 +1,99 @@
+"""The fields of a model's ``config.json``, checked where they are read, and the types that tensors may have."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvtier.errors import ConfigError
+
+DTYPE_BYTES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+}
+
+DTYPE_ALIASES = {
+    "fp32": "float32",
+    "fp16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
+
+TEXT_PARTS = ("text_config", "llm_config", "language_config")
+"""Fields with the language model's part of a multimodal configuration."""
+
+
+class ConfigFields:
+    """The fields of a language model's part of a configuration.
+
+    Args:
+        config: the whole configuration.
+        guide: the remedy, in errors, for a model that cannot be read.
+
+    Attributes:
+        guide: the same.
+    """
+
+    def __init__(self, config: Mapping[str, Any], guide: str) -> None:  # Any: JSON
+        self.guide = guide
+        self._outer = config
+        self._config = next(
+            (config[part] for part in TEXT_PARTS if isinstance(config.get(part), dict)), config
+        )
+
+    def get(self, field: str) -> object:
+        """Return a field's value; None where it is missing."""
+        return self._config.get(field)
+
+    def number(self, field: str, *aliases: str) -> int:
+        """Return the positive integer under the first of these names that exists.
+
+        Raises:
+            ConfigError: there is none, or it is not a positive integer.
+        """
+        name = next((name for name in (field, *aliases) if self.get(name) is not None), None)
+        if name is None:
+            raise ConfigError(field, None, f"is missing in the config: {self.guide}")
+        return self.require_number(name, self.get(name))
+
+    def require_number(self, field: str, value: object) -> int:
+        """Return ``value``, which stands in ``field``, or raise ConfigError where it is not a positive integer."""
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(field, value, f"must be an integer above zero: {self.guide}")
+        return value
+
+    def numbers(self, field: str, value: object) -> list[int]:
+        """Return ``value``, which stands in ``field``, or raise ConfigError where it is not a list of integers."""
+        if not isinstance(value, list) or any(type(one) is not int for one in value):
+            raise ConfigError(field, value, f"must be a list of integers: {self.guide}")
+        return value
+
+    def dtype(self) -> tuple[str, int]:
+        """Return the type of the model's weights, which its cache has too, and its bytes.
+
+        Raises:
+            ConfigError: it is missing or unknown.
+        """
+        for config in (self._config, self._outer):
+            for field in ("dtype", "torch_dtype"):
+                if isinstance(config.get(field), str):
+                    return parse_dtype(field, config[field])
+        raise ConfigError("torch_dtype", None, "is missing in the config: give --kv-dtype")
+
+
+def parse_dtype(option: str, name: str) -> tuple[str, int]:
+    """Return the full name of a dtype and its bytes. Pure.
+
+    Raises:
+        ConfigError: it is unknown.
+    """
+    full = DTYPE_ALIASES.get(name.lower(), name.lower()).removeprefix("torch.")
+    if full not in DTYPE_BYTES:
+        known = ", ".join((*DTYPE_BYTES, *DTYPE_ALIASES))
+        raise ConfigError(option, name, f"must be one of {known}; or give --kv-bytes-per-token instead")
+    return full, DTYPE_BYTES[full]

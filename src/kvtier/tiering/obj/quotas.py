@@ -1,0 +1,174 @@
+"""Which objects leave where tenants have quotas: first those that bring a tenant beyond its own, its oldest first.
+
+Every pass of the evictor lists all objects, and each name tells its tenant. So the sums are what the bucket holds, and
+a pass that a crash has cut off is made good by the next.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+from kvtier.base import OffloadKey, get_offload_tenant
+from kvtier.errors import ConfigError
+from kvtier.tiering.kit.quota_counts import (
+    MAX_VICTIMS,
+    Candidate,
+    QuotaCounts,
+    TenantSums,
+    choose_victims,
+    plan_shares,
+)
+from kvtier.tiering.kit.quota_keeper import TenantNames
+from kvtier.tiering.obj.client import Listed
+from kvtier.tiering.obj.settings import ObjSettings
+from kvtier.tiering.obj.target import Service
+
+NAMESPACE_CHARS = 32
+
+
+class Victims(NamedTuple):
+    """What leaves in one round of a pass.
+
+    Attributes:
+        listed: the objects.
+        is_all: False where one round cannot take everything that is beyond quotas.
+    """
+
+    listed: list[Listed]
+    is_all: bool
+
+
+class ObjQuotas:
+    """The tenants of objects. Its evictor's thread lists and plans, any other counts.
+
+    Args:
+        counts: what tenants keep.
+        root: what the names of objects begin with.
+        is_bound: whether quotas are kept however much room there is, as there is no capacity.
+
+    Attributes:
+        names: tells the tenants of blocks.
+        is_bound: as given.
+    """
+
+    def __init__(self, counts: QuotaCounts, root: str, *, is_bound: bool) -> None:
+        self.names = TenantNames()
+        self.is_bound = is_bound
+        self._counts = counts
+        self._num_skipped = len(root) + 1 if root else 0
+        self._found = TenantSums()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether tenants have stored enough for another pass, where quotas alone ask for one."""
+        return self.is_bound and self._counts.is_due
+
+    def on_stored(self, keys: Iterable[OffloadKey], block_bytes: int) -> None:
+        """Count blocks that were written and that were not there."""
+        self._counts.on_stored(keys, block_bytes)
+
+    def counted(self, listing: Iterable[Listed]) -> Iterator[Listed]:
+        """Pass on our own objects of a listing, and count each for its tenant."""
+        self._found = self._counts.begin_listing()  # an object of its own for each listing
+        for listed in listing:
+            self._found.add_found(self._key_of(listed), listed.num_bytes)
+            yield listed
+        self._counts.end_listing(self._found)
+
+    def plan(
+        self,
+        oldest: Sequence[Listed],
+        over: Sequence[Listed],
+        excess_bytes: int,
+        list_again: Callable[[], Iterable[Listed]],
+    ) -> Victims:
+        """Return what leaves: what is over, then what is beyond quotas, then what is oldest.
+
+        Args:
+            oldest: of all objects.
+            over: those of them whose time to live is over.
+            excess_bytes: what must leave for the capacity.
+            list_again: lists all objects.
+        """
+        chosen = {listed.path: listed for listed in over}
+        needed_bytes = excess_bytes - sum(listed.num_bytes for listed in over)
+        excesses = self._excesses_without(over)
+        wanted_bytes = sum(excesses.values()) if self.is_bound else min(needed_bytes, sum(excesses.values()))
+        round_bytes = min(wanted_bytes, MAX_VICTIMS * self._found.mean_bytes())
+        for victim in self._choose(chosen, plan_shares(excesses, round_bytes), list_again):
+            chosen[victim.path] = victim
+            needed_bytes -= victim.num_bytes
+        if round_bytes < wanted_bytes:
+            return Victims(list(chosen.values()), is_all=False)
+        for listed in oldest:
+            if needed_bytes <= 0:
+                break
+            if listed.path not in chosen:
+                chosen[listed.path] = listed
+                needed_bytes -= listed.num_bytes
+        return Victims(list(chosen.values()), is_all=len(chosen) < MAX_VICTIMS)
+
+    def on_removed(self, removed: Iterable[Listed]) -> None:
+        """Uncount objects that were removed."""
+        for listed in removed:
+            number = self._number_of(listed)
+            if number is not None:
+                self._counts.on_removed(number, 1, listed.num_bytes)
+
+    def end_pass(self) -> None:
+        """Note that a pass has ended well."""
+        self._counts.end_pass()
+
+    def stats(self) -> dict[str, float]:
+        """Return what tenants keep, by label."""
+        return self._counts.stats()
+
+    def _excesses_without(self, over: Iterable[Listed]) -> dict[int, int]:
+        """Return by how much tenants are beyond their quotas when what is over has left."""
+        excesses = self._counts.excesses()
+        for listed in over:
+            number = self._number_of(listed)
+            if number in excesses:
+                excesses[number] -= listed.num_bytes
+        return excesses
+
+    def _choose(
+        self,
+        chosen: Mapping[str, Listed],
+        shares: Mapping[int, int],
+        list_again: Callable[[], Iterable[Listed]],
+    ) -> Iterator[Listed]:
+        if not shares:
+            return
+        candidates = (
+            (number, Candidate(listed.modified.timestamp(), listed.path, listed.num_bytes, listed))
+            for listed in list_again()
+            if listed.path not in chosen and (number := self._number_of(listed)) is not None
+        )
+        for victims in choose_victims(candidates, shares).values():
+            yield from (victim.item for victim in victims)
+
+    def _number_of(self, listed: Listed) -> int | None:
+        key = self._key_of(listed)
+        return None if key is None else get_offload_tenant(key)
+
+    def _key_of(self, listed: Listed) -> OffloadKey | None:
+        path = PurePosixPath(listed.path)
+        if path.suffix != ".kv":
+            return None
+        namespace = listed.path[self._num_skipped : self._num_skipped + NAMESPACE_CHARS]
+        return self.names.key_of(namespace, bytes.fromhex(path.stem))
+
+
+def require_quotas_possible(settings: ObjSettings) -> None:
+    """Refuse quotas of tenants where they cannot be kept.
+
+    Raises:
+        ConfigError: blocks share objects, or nothing can be listed.
+    """
+    if settings.blocks_per_object > 1:
+        remedy = "cannot be kept by blocks that share an object: leave blocks_per_object out"
+        raise ConfigError("quota_bytes", "obj", remedy)
+    if settings.target.service is Service.HTTP:
+        remedy = "cannot be kept where nothing can be listed: leave it out, or use another service"
+        raise ConfigError("quota_bytes", "obj", remedy)
