@@ -10,6 +10,7 @@ for each job. Only ratios of one run are meaningful: the contestants alternate.
 import argparse
 import statistics
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,7 +23,7 @@ from unittest.mock import patch
 from benchmarks.burst.engine import BurstEngine, make_requests
 from benchmarks.harness.machine import describe_machine
 from benchmarks.harness.measurement import FLOOR, OURS, Better, Measurement
-from benchmarks.harness.rounds import Contestant, RoundCount, run_rounds, timed
+from benchmarks.harness.rounds import Contestant, RoundCount, fixed, run_rounds, timed
 from benchmarks.harness.suite import Options
 from kvtier.cli.demo.backends import open_backend
 from kvtier.errors import KVTierError
@@ -36,28 +37,29 @@ TIERS = {"fs": FSBlockStore, "slab": SlabBlockStore, "valkey": ValkeyBlockStore}
 REQUEST_COUNTS = (1, 8, 64, 256)
 QUICK_REQUEST_COUNTS = (1, 64)
 BLOCKS_PER_REQUEST, BLOCK_BYTES = 4, 16 * 2**10
-NUM_ROUNDS, NUM_QUICK_ROUNDS = 12, 3
+NUM_ROUNDS, NUM_QUICK_ROUNDS = 8, 3
 ONE_BY_ONE = "one by one"
 LOAD, STORE = "load", "store"
 COLUMNS = (
     "from or to",
     "operation",
     "requests",
-    "ms",
-    "one request, ms",
-    "a call for each job, ms",
-    "calls",
-    "calls, one for each job",
+    *(
+        f"{what}{by}"
+        for what in ("ms", "ms of processor", "calls")
+        for by in ("", ", one request", ", one by one")
+    ),
 )
 
 
 def measure(options: Options) -> Iterator[Measurement]:
     """Yield the times by place, operation and number of requests, and the calls of the tier that they took."""
     counts = QUICK_REQUEST_COUNTS if options.is_quick else REQUEST_COUNTS
+    num_rounds = fixed(NUM_QUICK_ROUNDS if options.is_quick else NUM_ROUNDS)
     for place in (HOST, *TIERS):
         for num_requests in counts:
             with options.new_folder() as folder:
-                values = run(place, num_requests, folder, options.count_rounds(NUM_ROUNDS, NUM_QUICK_ROUNDS))
+                values = run(place, num_requests, folder, num_rounds)
             yield from as_measurements(place, num_requests, values)
 
 
@@ -113,20 +115,28 @@ def times_once(
         layer.fill_(next(generations) % 100 + number)
     expected = engine.pages_of(requests).copy()
     with counted_calls(place) as calls:
-        store_s = timed(partial(engine.store, requests))
+        store_ms, store_cpu_ms = times_of(partial(engine.store, requests))
         if place != HOST:
             engine.clear_host()
         for layer in engine.layers:
             layer.zero_()
         for request in requests:
             request.request_id += " again"
-        load_s = timed(partial(engine.load, requests))
+        load_ms, load_cpu_ms = times_of(partial(engine.load, requests))
     if (engine.pages_of(requests) != expected).any():
         raise KVTierError(f"{place}: wrong bytes were loaded")
-    times = {f"{LOAD}, ms": 1e3 * load_s, f"{STORE}, ms": 1e3 * store_s}
+    times = {f"{LOAD}, ms": load_ms, f"{STORE}, ms": store_ms}
+    times |= {f"{LOAD}, ms of processor": load_cpu_ms, f"{STORE}, ms of processor": store_cpu_ms}
     return (
         times if place == HOST else times | {f"{what}, calls": float(calls[what]) for what in (LOAD, STORE)}
     )
+
+
+def times_of(action: Callable[[], object]) -> tuple[float, float]:
+    """Return the milliseconds that ``action`` takes, and those of the processor that all threads use meanwhile."""
+    begun_cpu_s = time.process_time()
+    took_s = timed(action)
+    return 1e3 * took_s, 1e3 * (time.process_time() - begun_cpu_s)
 
 
 @contextmanager
@@ -155,12 +165,16 @@ def make_page(measurements: Sequence[Measurement], machine: Mapping[str, object]
         "# Many short requests at once",
         "",
         f"Requests with {BLOCKS_PER_REQUEST} blocks of {BLOCK_BYTES // 1024} KiB each arrive in one step.",
-        "The times are the least until all are loaded, or stored everywhere; one request has as many blocks.",
-        "Calls are those of the tier's block store, in the median.",
+        "A time is the least until all are loaded, or stored everywhere. That of the processor is of all threads,",
+        "without a server's. Calls are those of the tier's block store, in the median.",
+        "",
+        "One request has as many blocks; one by one, each job is a call. On a busy machine calls can be compared,",
+        "times of the processor roughly, and others not: the second table has the load.",
+        "",
         "Written by `python -m benchmarks.burst.suite --out docs/results/requests.md`.",
         "",
         f"| {' | '.join(COLUMNS)} |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
+        f"|---|---|{(len(COLUMNS) - 2) * '---:|'}",
     ]
     by_labels = {
         (*measurement.labels.values(), measurement.unit): measurement for measurement in measurements
@@ -168,10 +182,12 @@ def make_page(measurements: Sequence[Measurement], machine: Mapping[str, object]
     for (place, operation, num_requests, unit), times in by_labels.items():
         if unit != "ms":
             continue
-        calls = by_labels.get((place, operation, num_requests, "calls"))
+        key = place, operation, num_requests
+        used, calls = by_labels[*key, "ms of processor"], by_labels.get((*key, "calls"))
         cells = [
             *(format_least(times.values.get(name), ".2f") for name in (OURS, FLOOR, ONE_BY_ONE)),
-            *(format_median(calls, name) for name in (OURS, ONE_BY_ONE)),
+            *(format_least(used.values.get(name), ".2f") for name in (OURS, FLOOR, ONE_BY_ONE)),
+            *(format_median(calls, name) for name in (OURS, FLOOR, ONE_BY_ONE)),
         ]
         lines.append(f"| {place} | {operation} | {num_requests} | {' | '.join(cells)} |")
     facts = [f"| {name} | {value} |" for name, value in machine.items()]
