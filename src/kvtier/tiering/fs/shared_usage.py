@@ -332,7 +332,11 @@ class SharedUsage:
             # Under the lock: the last to end must find what those before it have left to it.
             change = Change(-unused_bytes, -reserved_bytes, written_bytes)
             self._unwritten.append(change)
-        return self.refresh() if is_last or unused_bytes else None
+        if not (is_last or unused_bytes):
+            return None
+        with self._updating() as update:
+            pass  # it writes what is unwritten
+        return update.record if update.is_written else None
 
     def remove(self, num_bytes: int) -> None:
         """Count ``num_bytes`` as gone from the disk."""
