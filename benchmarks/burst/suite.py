@@ -44,11 +44,7 @@ COLUMNS = (
     "from or to",
     "operation",
     "requests",
-    *(
-        f"{what}{by}"
-        for what in ("ms", "ms of processor", "calls")
-        for by in ("", ", one request", ", one by one")
-    ),
+    *(f"{what}{by}" for what in ("ms of processor", "calls") for by in ("", ", one request", ", one by one")),
 )
 
 
@@ -165,11 +161,11 @@ def make_page(measurements: Sequence[Measurement], machine: Mapping[str, object]
         "# Many short requests at once",
         "",
         f"Requests with {BLOCKS_PER_REQUEST} blocks of {BLOCK_BYTES // 1024} KiB each arrive in one step.",
-        "A time is the least until all are loaded, or stored everywhere. That of the processor is of all threads,",
-        "without a server's. Calls are those of the tier's block store, in the median.",
+        "The time is the least that the processor spends, on all threads but without a server's, until all are loaded, or",
+        "stored everywhere. Calls are those of the tier's block store, in the median.",
         "",
-        "One request has as many blocks; one by one, each job is a call. On a busy machine calls can be compared,",
-        "times of the processor roughly, and others not: the second table has the load.",
+        "One request has as many blocks; one by one, each job is a call. `kvtier bench burst` prints the time that passes too,",
+        "which only an idle machine can compare: the second table has the load.",
         "",
         "Written by `python -m benchmarks.burst.suite --out docs/results/requests.md`.",
         "",
@@ -179,17 +175,15 @@ def make_page(measurements: Sequence[Measurement], machine: Mapping[str, object]
     by_labels = {
         (*measurement.labels.values(), measurement.unit): measurement for measurement in measurements
     }
-    for (place, operation, num_requests, unit), times in by_labels.items():
-        if unit != "ms":
+    for (*key, unit), used in by_labels.items():
+        if unit != "ms of processor":
             continue
-        key = place, operation, num_requests
-        used, calls = by_labels[*key, "ms of processor"], by_labels.get((*key, "calls"))
+        calls = by_labels.get((*key, "calls"))
         cells = [
-            *(format_least(times.values.get(name), ".2f") for name in (OURS, FLOOR, ONE_BY_ONE)),
             *(format_least(used.values.get(name), ".2f") for name in (OURS, FLOOR, ONE_BY_ONE)),
             *(format_median(calls, name) for name in (OURS, FLOOR, ONE_BY_ONE)),
         ]
-        lines.append(f"| {place} | {operation} | {num_requests} | {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join(map(str, key))} | {' | '.join(cells)} |")
     facts = [f"| {name} | {value} |" for name, value in machine.items()]
     return "\n".join([*lines, "", "| machine | |", "|---|---|", *facts, ""])
 

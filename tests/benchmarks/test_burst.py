@@ -16,4 +16,4 @@ def test_requests_of_a_burst_share_calls_and_the_page_says_so(tmp_path: Path) ->
     page = make_page(list(as_measurements("slab", 32, values)), {"cores": 2})
     lines = [line for line in page.splitlines() if line.startswith("| slab")]
     assert [line.split(" | ")[1] for line in lines] == ["load", "store"]
-    assert {line.count("|") for line in lines} == {13}
+    assert {line.count("|") for line in lines} == {10}
