@@ -31,11 +31,14 @@ SGLANG_VENV ?= .venv-sglang-$(SGLANG_VERSION)
 LMCACHE_VERSION ?= 0.5.6
 
 BIN := $(VENV)/bin
+DEPENDENCIES := $(VENV)/.dependencies
 STAMP := $(VENV)/.installed
 VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_DEPENDENCIES := $(VLLM_VENV)/.dependencies
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_LOCK := $(wildcard requirements/vllm-$(VLLM_VERSION).txt)
 SGLANG_BIN := $(SGLANG_VENV)/bin
+SGLANG_DEPENDENCIES := $(SGLANG_VENV)/.dependencies
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
 PEERS_STAMP := $(VLLM_VENV)/.peers-installed
 WHEEL_VENV := .venv-wheel
@@ -53,19 +56,26 @@ LOCKED = --require-hashes --no-deps
 
 # Each process takes half of the tests, file after file, and whichever is done first takes over from the other.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
-.PHONY: help venv demo test test-all fuzz fuzz-parsers crash storm mutants sanitize test-vllm test-sglang check bench bench-peers docs site wheel clean
+.PHONY: help venv dependencies demo test test-all fuzz fuzz-parsers crash storm mutants sanitize test-vllm test-sglang check bench bench-peers docs site wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|'
 
-$(STAMP): pyproject.toml setup.py $(COMPILED) $(wildcard $(CONSTRAINTS)) $(LOCK)
+# What others have made comes first, and kvtier itself last: `.ci/run` lets the first part run beside something else.
+$(DEPENDENCIES): $(wildcard $(CONSTRAINTS)) $(LOCK)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvtier needs Python 3.11 or later: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	@$(FORGET_COMPILED)
 	$(if $(LOCK),$(BIN)/python $(PIP_INSTALL) $(LOCKED) -r $(LOCK))
+	$(BIN)/python $(PIP_INSTALL) -c $(CONSTRAINTS) torch
+	@touch $@
+
+$(STAMP): $(DEPENDENCIES) pyproject.toml setup.py $(COMPILED)
+	@$(FORGET_COMPILED)
 	$(BIN)/python $(PIP_INSTALL) $(if $(LOCK),--no-build-isolation) -c $(CONSTRAINTS) -e '.[dev]'
 	@touch $@
+
+dependencies: $(DEPENDENCIES) $(VLLM_DEPENDENCIES) $(SGLANG_DEPENDENCIES)  ## what kvtier needs, in all three environments: nothing is compiled
 
 venv: $(STAMP)  ## make the virtual environment with everything below
 
@@ -98,10 +108,13 @@ crash: $(STAMP)  ## processes killed while they store, fs and slab: ARGS="--kill
 sanitize: $(STAMP)  ## the compiled modules under the address and the undefined behaviour sanitizer
 	$(BIN)/python -m scripts.sanitize $(ARGS)
 
-$(VLLM_STAMP): scripts/install_vllm.py pyproject.toml setup.py $(COMPILED) $(VLLM_LOCK)
+$(VLLM_DEPENDENCIES): scripts/install_vllm.py $(VLLM_LOCK)
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(if $(VLLM_LOCK),$(VLLM_BIN)/python $(PIP_INSTALL) $(LOCKED) -r $(VLLM_LOCK))
 	$(if $(VLLM_LOCK),$(VLLM_BIN)/python $(PIP_INSTALL) -c $(CONSTRAINTS) torch,$(VLLM_BIN)/python scripts/install_vllm.py $(VLLM_VERSION))
+	@touch $@
+
+$(VLLM_STAMP): $(VLLM_DEPENDENCIES) pyproject.toml setup.py $(COMPILED)
 	@$(FORGET_COMPILED)
 	$(VLLM_BIN)/python $(PIP_INSTALL) $(if $(VLLM_LOCK),--no-build-isolation) -e '.[fs,testing]' pytest-timeout pytest-xdist
 	@touch $@
@@ -110,10 +123,13 @@ test-vllm: $(VLLM_STAMP)  ## the vLLM adapter, with real engines on the CPU, in 
 	$(VLLM_BIN)/python -m pytest -n $(JOBS) --dist loadfile tests/engines/vllm tests/engines/checkpoint tests/e2e/vllm $(ARGS)
 
 # Of SGLang only the modules of its storage contract are used, so that torch is the largest part of this environment.
-$(SGLANG_STAMP): scripts/install_sglang.py pyproject.toml setup.py $(COMPILED)
+$(SGLANG_DEPENDENCIES): scripts/install_sglang.py
 	$(PYTHON) -m venv $(SGLANG_VENV)
 	$(SGLANG_BIN)/python $(PIP_INSTALL) -c $(CONSTRAINTS) torch
 	$(SGLANG_BIN)/python scripts/install_sglang.py $(SGLANG_VERSION)
+	@touch $@
+
+$(SGLANG_STAMP): $(SGLANG_DEPENDENCIES) pyproject.toml setup.py $(COMPILED)
 	@$(FORGET_COMPILED)
 	$(SGLANG_BIN)/python $(PIP_INSTALL) -c $(CONSTRAINTS) -e '.[fs,valkey,obj,servers,testing]' blake3 prometheus-client pytest-timeout
 	@touch $@

@@ -2,8 +2,9 @@
 
 The built wheel works on this machine; auditwheel renames it after the oldest glibc that has the symbols of its compiled
 modules. One wheel works for every Python from 3.11 on, because the modules use the stable interface. Compiling is
-optional when kvtier is installed from source, but not here: a wheel without its compiled modules is refused. The tools
-come from the environment that runs this script (``make wheel`` makes one).
+optional when kvtier is installed from source, and so is the project's address, but not here: a wheel without its
+compiled modules or without URLs is refused. The tools come from the environment that runs this script (``make wheel``
+makes one).
     python -m scripts.build_wheel dist
 """
 
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
+from email import message_from_bytes
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,7 +30,7 @@ def main(arguments: Sequence[str] | None = None, run: Run | None = None) -> None
         run: runs a command and returns its exit status; None: with subprocess.
 
     Raises:
-        SystemExit: a command failed, with its exit status; or the wheel lacks a compiled module.
+        SystemExit: a command failed, with its exit status; or the wheel lacks a compiled module, or the project's URLs.
     """
     parser = argparse.ArgumentParser(
         description="Build the source distribution and a wheel for other machines."
@@ -44,6 +46,9 @@ def main(arguments: Sequence[str] | None = None, run: Run | None = None) -> None
         missing = missing_modules(wheel)
         if missing:
             sys.exit(f"{wheel.name} lacks {', '.join(missing)}: a C compiler and Python's headers are needed")
+        if not project_urls(wheel):
+            remedy = "build from a clone of the public repository, or set KVTIER_PROJECT_URL=https://..."
+            sys.exit(f"{wheel.name} does not say where the project lives: {remedy}")
         _require(
             run([sys.executable, "-m", "auditwheel", "repair", "--plat", "auto", "-w", str(out), str(wheel)])
         )
@@ -58,6 +63,14 @@ def missing_modules(wheel: Path) -> list[str]:
     names = set(zipfile.ZipFile(wheel).namelist())
     wanted = [name.removesuffix(".pyi") + ".abi3.so" for name in names if name.endswith(".pyi")]
     return sorted(name for name in wanted if name not in names)
+
+
+def project_urls(wheel: Path) -> list[str]:
+    """Return the labels and addresses in a wheel's metadata."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        urls: list[str] = message_from_bytes(archive.read(name)).get_all("Project-URL", [])
+    return urls
 
 
 def run_command(command: Sequence[str]) -> int:

@@ -16,6 +16,7 @@ class Mutant(NamedTuple):
         old: what stands there, exactly once.
         new: what stands there instead.
         suite: tests that find it when the storm does not; "" when the storm must.
+        also: further replacements in the same file, for a bug that stands in two places.
     """
 
     name: str
@@ -23,6 +24,11 @@ class Mutant(NamedTuple):
     old: str
     new: str
     suite: str = ""
+    also: tuple[tuple[str, str], ...] = ()
+
+    def edits(self) -> tuple[tuple[str, str], ...]:
+        """Return what is replaced by what. Pure."""
+        return (self.old, self.new), *self.also
 
 
 MUTANTS = (
@@ -195,5 +201,78 @@ MUTANTS = (
         'return isinstance(reply, Reply) and reply.kind != "-"',
         "return isinstance(reply, Reply)",
         "tests/tiering/valkey/test_store.py",
+    ),
+    Mutant(
+        "a tenant is left out of the keys of its blocks",
+        "tenants.py",
+        "        return Tenant(name, tenant_number(name), hash_key)\n",
+        "        return Tenant(name, 0, hash_key[:0])\n",
+    ),
+    Mutant(
+        "a tenant beyond its quota evicts blocks of others within theirs",
+        "cpu/tenant_quotas.py",
+        "        if num_left > num_within:\n",
+        "        if num_left > num:\n",
+    ),
+    Mutant(
+        "an expired block of a tier is served",
+        "tiering/kit/lifetime.py",
+        "<= now_s - stored_s < self.ttl_s\n",
+        "<= now_s - stored_s\n",
+    ),
+    Mutant(
+        "an expired block of host memory stays",
+        "cpu/lifetimes.py",
+        "        limit_s = self._clock() - self._ttl_s\n",
+        "        limit_s = self._clock() - 50 * self._ttl_s\n",
+    ),
+    Mutant(
+        "a nonce is used for every block",
+        "tiering/kit/encryption.py",
+        "        counter = next(self._counter)\n",
+        "        counter = 0 * next(self._counter)\n",
+    ),
+    Mutant(
+        "the tag of an encrypted block does not vouch for its header",
+        "tiering/kit/encryption.py",
+        "cipher.authenticate_additional_data(before + behind)",
+        'cipher.authenticate_additional_data(b"")',
+        "tests/tiering/kit/test_encryption.py",
+        also=(
+            (
+                "cipher.authenticate_additional_data(additional_data(header))",
+                'cipher.authenticate_additional_data(b"")',
+            ),
+        ),
+    ),
+    Mutant(
+        "an encrypted block is written as it is",
+        "tiering/kit/encryption.py",
+        "return Sealed(join_encrypted_header(before, cipher.tag, behind), payload)",
+        "return Sealed(join_encrypted_header(before, cipher.tag, behind), row)",
+    ),
+    Mutant(
+        "the default's key serves a tenant whose key was dropped",
+        "tiering/kit/encryption.py",
+        "        if name is None and number in self._dropped:\n            return None\n",
+        "",
+    ),
+    Mutant(
+        "the purge of a tenant takes the blocks of all",
+        "tiering/kit/purging.py",
+        "[block for block in batch if block.tenant == tenant]",
+        "list(batch)",
+    ),
+    Mutant(
+        "ASK is taken for MOVED",
+        "tiering/valkey/cluster.py",
+        'is_asking=code == "ASK"',
+        "is_asking=False",
+    ),
+    Mutant(
+        "a transfer into Mooncake that failed counts as stored",
+        "tiering/mooncake/errors.py",
+        "HELD = frozenset({Code.OK, Code.OBJECT_ALREADY_EXISTS})",
+        "HELD = frozenset({Code.OK, Code.OBJECT_ALREADY_EXISTS, Code.TRANSFER_FAIL})",
     ),
 )

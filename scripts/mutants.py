@@ -3,6 +3,7 @@
     python -m scripts.mutants                 all of them; minutes
     python -m scripts.mutants --only pinned   those whose name has the word
     python -m scripts.mutants --seed 7        the storm from another seed on
+    python -m scripts.mutants --page          all of them, and docs/results/mutants.md has the table
 
 The storm runs until a law is broken or ``--operations`` are done, over the one tier whose code has the bug if it is a
 tier's. A bug that it does not find goes to its suite. The
@@ -28,6 +29,9 @@ STORM_TIMEOUT_S = 900.0
 """A mutant that hangs the storm itself has been found."""
 
 SUITE_TIMEOUT_S = 600.0
+PAGE = ROOT / "docs" / "results" / "mutants.md"
+BEGIN, END = "<!-- made by scripts.mutants -->\n", "<!-- end -->\n"
+HEAD = "| mutant | killed by | after |\n|---|---|---|"
 _BROKEN = re.compile(r"BROKEN after (\d+) operations")
 
 
@@ -44,8 +48,9 @@ class Verdict(NamedTuple):
 
 
 def count_places(mutant: Mutant) -> int:
-    """Return how often the mutant's text stands in its file; 1 is right."""
-    return (SOURCE / mutant.path).read_text(encoding="utf-8").count(mutant.old)
+    """Return how often the mutant's text stands in its file, the one that is farthest from the right 1."""
+    text = (SOURCE / mutant.path).read_text(encoding="utf-8")
+    return max((text.count(old) for old, _ in mutant.edits()), key=lambda num: abs(num - 1))
 
 
 def plant(mutant: Mutant, source: Path) -> None:
@@ -56,9 +61,11 @@ def plant(mutant: Mutant, source: Path) -> None:
     """
     path = source / mutant.path
     text = path.read_text(encoding="utf-8")
-    if text.count(mutant.old) != 1:
-        raise ValueError(f"{mutant.path}: {mutant.old[:80]!r} is not there exactly once: plant the bug anew")
-    path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+    for old, new in mutant.edits():
+        if text.count(old) != 1:
+            raise ValueError(f"{mutant.path}: {old[:80]!r} is not there exactly once: plant the bug anew")
+        text = text.replace(old, new)
+    path.write_text(text, encoding="utf-8")
 
 
 def judge(mutant: Mutant, seed: int, num_operations: int) -> Verdict:
@@ -77,7 +84,9 @@ def judge(mutant: Mutant, seed: int, num_operations: int) -> Verdict:
 
 def _tiers_of(mutant: Mutant) -> list[str]:
     """Return the options that send the storm over the one tier whose code has the bug, if it is a tier's."""
-    found = re.match(r"tiering/(fs|slab|obj|valkey)/", mutant.path)
+    if mutant.path == "tiering/valkey/cluster.py":
+        return ["--tiers", "cluster"]
+    found = re.match(r"tiering/(fs|slab|obj|valkey|mooncake)/", mutant.path)
     return ["--tiers", found[1]] if found else []
 
 
@@ -94,7 +103,8 @@ def _storm(environ: dict[str, str], options: list[str]) -> Verdict:
         return Verdict("" if found.returncode == 0 else "storm", (found.stdout + found.stderr)[-200:])
     lines = (found.stdout + found.stderr).splitlines()
     law = next((line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)), "")
-    return Verdict("storm", f"{int(broken[1])} operations: {law.rpartition('.')[2][:70]}")
+    kind, _, what = law.partition(":")
+    return Verdict("storm", f"{int(broken[1])} operations: {kind.rpartition('.')[2]}:{what[:80]}")
 
 
 def _suite(environ: dict[str, str], folder: str, suite: str) -> Verdict:
@@ -123,19 +133,39 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=1, help="the storm's first seed")
     parser.add_argument("--operations", type=int, default=60_000, help="operations of the storm at most")
     parser.add_argument("--least", type=int, default=15, help="bugs that the storm must find")
+    parser.add_argument("--page", action="store_true", help=f"write the table into {PAGE.relative_to(ROOT)}")
     options = parser.parse_args(arguments)
     verdicts: list[Verdict] = []
-    print("| mutant | killed by | after |\n|---|---|---|", flush=True)
+    lines = [HEAD]
+    print(HEAD, flush=True)
     for mutant in MUTANTS:
         if options.only not in mutant.name:
             continue
         verdict = judge(mutant, options.seed, options.operations)
         verdicts.append(verdict)
-        print(f"| {mutant.name} | {verdict.killed_by or 'SURVIVES'} | {verdict.detail} |", flush=True)
+        lines.append(render_row(mutant, verdict))
+        print(lines[-1], flush=True)
     by_storm = sum(verdict.killed_by == "storm" for verdict in verdicts)
     survivors = sum(not verdict.killed_by for verdict in verdicts)
-    print(f"{len(verdicts)} mutants, {by_storm} killed by the storm, {survivors} survive")
+    summary = f"{len(verdicts)} mutants, {by_storm} killed by the storm, {survivors} survive"
+    print(summary)
+    if options.page and not options.only:
+        found = f"{summary}, from seed {options.seed}, at most {options.operations:,} operations for each."
+        text = write_page(PAGE.read_text(encoding="utf-8"), [*lines, "", found])
+        PAGE.write_text(text, encoding="utf-8")
     return int(survivors > 0 or (not options.only and by_storm < options.least))
+
+
+def render_row(mutant: Mutant, verdict: Verdict) -> str:
+    """Return a line of the table. Pure."""
+    detail = verdict.detail.replace("|", "/").replace("<", "").replace(">", "").replace("\n", " ")
+    return f"| {mutant.name} | {verdict.killed_by or 'SURVIVES'} | {detail} |"
+
+
+def write_page(page: str, lines: Sequence[str]) -> str:
+    """Return the page with these lines between its marks. Pure."""
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}{chr(10).join(lines)}\n\n{END}{rest.partition(END)[2]}"
 
 
 if __name__ == "__main__":

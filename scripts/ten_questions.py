@@ -25,6 +25,9 @@ PAGE = ROOT / "docs" / "guide" / "ten-questions.md"
 TENANT_SALT = "drawn at random"
 """Of a second engine that shares the directory."""
 
+INSTANCE_ID = "chat"
+"""The engine's, on the page; a test gives its own, which no other engine of the machine has."""
+
 NUM_PROMPTS = 10
 NUM_ROUNDS = 3
 METRICS_PORT = 9464
@@ -150,7 +153,7 @@ def main() -> int:
 
 
 @contextmanager
-def serving(folder: Path, **more: object) -> Iterator[KVTierEngine]:
+def serving(folder: Path, instance_id: str = INSTANCE_ID, **more: object) -> Iterator[KVTierEngine]:
     """Yield an engine that has served prompts several times from an fs tier, which a tenant's engine has used too."""
     tier = {"type": "fs", "root_dir": str(folder / "fs"), "capacity_bytes": "64MiB"}
     shared: dict[str, object] = {"cpu_bytes_to_use": 8 * ROW_BYTES, "secondary_tiers": [tier]}
@@ -159,7 +162,7 @@ def serving(folder: Path, **more: object) -> Iterator[KVTierEngine]:
         for seed in (100, 101):
             engine.run(prompt_of(seed), 1)
         assert engine.drain(WAIT_S)
-    with running_engine(folder, **shared, instance_id="chat", **more) as engine:
+    with running_engine(folder, **shared, instance_id=instance_id, **more) as engine:
         for _ in range(NUM_ROUNDS):
             for seed in range(NUM_PROMPTS):
                 engine.run(prompt_of(seed), 1)
@@ -168,9 +171,12 @@ def serving(folder: Path, **more: object) -> Iterator[KVTierEngine]:
         yield engine
 
 
-def answer(question: Question, folder: Path, engine: KVTierEngine) -> tuple[int, str]:
+def answer(
+    question: Question, folder: Path, engine: KVTierEngine, instance_id: str = INSTANCE_ID
+) -> tuple[int, str]:
     """Give a command while the engine carries out what operators want; return its status and what it has printed."""
     text = question.command.replace("FOLDER", str(folder)).replace("TENANT", tag_tenant(TENANT_SALT))
+    text = text.replace(f" {INSTANCE_ID}", f" {instance_id}")
     command = text.replace("kvtier", f"{sys.executable} -m kvtier", 1) if text.startswith("kvtier") else text
     process = subprocess.Popen(  # noqa: S602 - a command of this file
         command,
@@ -184,9 +190,10 @@ def answer(question: Question, folder: Path, engine: KVTierEngine) -> tuple[int,
     while process.poll() is None:
         engine.drain(0.0)
     shown, errors = process.communicate()
-    return process.returncode, (shown + errors * (process.returncode != question.status)).replace(
+    printed = (shown + errors * (process.returncode != question.status)).replace(
         str(folder), "/var/cache/kvtier"
     )
+    return process.returncode, printed.replace(instance_id, INSTANCE_ID)
 
 
 def make_page(answers: Sequence[tuple[int, str]]) -> str:

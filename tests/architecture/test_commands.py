@@ -54,15 +54,41 @@ def test_the_machine_runs_every_test_a_storm_the_checks_the_documents_and_real_e
     storm = "storm ARGS='--minutes 1 --summary'"
     faults = ["sanitize", "crash ARGS='--kills 100'", storm]
     engines = ["test-vllm", "test-sglang"]
-    assert [once or twice for once, twice in commands] == ["test-all", *faults, "check", "site", *engines]
+    assert [once or twice for once, twice in commands] == ["test-all", *faults, *engines]
+    assert re.findall(r"^start_beside (.*)$", CI, flags=re.MULTILINE) == ["dependencies", "check site"]
+
+
+def test_what_runs_beside_is_waited_for_before_anything_that_needs_it_or_both_cores() -> None:
+    steps = re.findall(r"^(start_beside|end_beside|make|sh)(?: ([^(].*))?$", CI, flags=re.MULTILINE)
+
+    assert [f"{step} {what.partition(' ARGS')[0]}".strip() for step, what in steps] == [
+        "start_beside dependencies",
+        "end_beside",
+        'sh -c "$(twice test-all)"',
+        "start_beside check site",
+        "make sanitize",
+        "make crash",
+        "end_beside",
+        "make storm",
+        'sh -c "$(twice test-vllm)"',
+        'sh -c "$(twice test-sglang)"',
+    ]
+
+
+def test_the_packages_of_others_need_no_compiler_and_leave_what_is_compiled_alone() -> None:
+    recipes = re.findall(r"^\$\((?:\w+_)?DEPENDENCIES\):.*\n((?:\t.*\n)+)", MAKEFILE, flags=re.MULTILINE)
+
+    assert len(recipes) == 3
+    assert not [recipe for recipe in recipes if " -e " in recipe or "FORGET_COMPILED" in recipe]
 
 
 def test_the_machine_runs_readme_s_commands_on_a_bare_debian_before_it_installs_what_newcomers_lack() -> None:
     bare = CI.index("scripts/bare_root.sh 'make demo' \"$(twice test)\"")
 
-    installed = re.findall(r"install_packages (\w+)", CI[:bare])
-    assert installed == ["mmdebstrap"]
-    assert bare < CI.index("packages=()") < CI.index("$(twice test-all)")
+    # The three are in the bare Debian too.
+    installed = re.findall(r"install_packages (\w+)|packages\+=\(([\w-]+)\)", CI[:bare])
+    assert [one or other for one, other in installed] == ["make", "python3", "python3-venv", "mmdebstrap"]
+    assert bare < CI.index("packages+=(libnuma1)") < CI.index("$(twice test-all)")
 
 
 def test_the_machine_s_script_can_be_executed() -> None:

@@ -1,5 +1,6 @@
 """Both halves with the real specs, handlers and tensors: bytes go out, are overwritten, and come back."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -85,7 +86,7 @@ def make_config(*, is_tiered: bool, **settings: object) -> OffloadingConfig:
     """Return a configuration with eight slots."""
     extra = settings | {"cpu_bytes_to_use": 8 * (4096 if is_tiered else PAGE_BYTES)}
     if is_tiered:
-        extra |= {"secondary_tiers": TIERS, "instance_id": "connector-test"}
+        extra |= {"secondary_tiers": TIERS, "instance_id": f"connector-test-{os.getpid()}"}
     group = KVGroup(HASH_TOKENS, ("layer",), PAGE_BYTES)
     return OffloadingConfig("engine", ModelIdentity("model"), (group,), HASH_TOKENS, extra_config=extra)
 

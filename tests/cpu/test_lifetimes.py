@@ -57,18 +57,39 @@ def test_a_block_that_is_stored_again_lives_from_then_on() -> None:
     assert manager.lookup(key_of(1), REQUEST) is False
 
 
-def test_a_block_in_use_stays_until_its_load_has_ended() -> None:
+def test_a_block_in_use_beyond_its_time_is_not_found_and_stays_until_its_load_has_ended() -> None:
     clock = ManualClock()
     manager = make(clock)
     store(manager, keys_of(1, 2))
     manager.prepare_load(keys_of(1), REQUEST)
     clock.advance(10.0)
     manager.end_step()
-    assert [bool(manager.lookup(key, REQUEST)) for key in keys_of(1, 2)] == [True, False]
+    assert [manager.list_held([key]) != () for key in keys_of(1, 2)] == [True, False]
+    assert manager.lookup(key_of(1), REQUEST) is False
+    miss = manager.explain(key_of(1), REQUEST)
+    assert miss is not None
+    assert miss.cause is MissCause.EXPIRED
     manager.complete_load(keys_of(1), REQUEST)
     manager.end_step()
-    assert manager.lookup(key_of(1), REQUEST) is False
+    assert not manager.list_held(keys_of(1))
     manager.check()
+
+
+def test_a_block_that_is_always_in_use_ends_all_the_same() -> None:
+    clock = ManualClock()
+    manager = make(clock)
+    store(manager, keys_of(1))
+    num_found = 0
+    for _ in range(8):  # at the end of each step some request loads it
+        clock.advance(2.0)
+        is_found = manager.lookup(key_of(1), REQUEST)
+        if is_found:
+            manager.prepare_load(keys_of(1), REQUEST)
+        manager.end_step()
+        if is_found:
+            manager.complete_load(keys_of(1), REQUEST)
+            num_found += 1
+    assert num_found == 4
 
 
 def test_a_lease_keeps_no_block_beyond_its_time() -> None:

@@ -1,5 +1,6 @@
 """The spec derives sizes, refuses what cannot work, and builds each half once."""
 
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -167,7 +168,8 @@ def test_pages_of_another_size_than_configured_are_refused_with_both_sizes(
 
 
 def test_a_region_has_the_specs_geometry_and_the_engines_name() -> None:
-    config = config_of(world_size=2, cpu_bytes_to_use=100_000, instance_id="kvtier-test-spec-region")
+    instance_id = f"kvtier-test-spec-region-{os.getpid()}"
+    config = config_of(world_size=2, cpu_bytes_to_use=100_000, instance_id=instance_id)
     spec = AlignedSpec(config)
     scheduler: SharedOffloadRegion = spec.make_region(None)
     worker = spec.make_region(1)
@@ -176,7 +178,7 @@ def test_a_region_has_the_specs_geometry_and_the_engines_name() -> None:
 
     assert shape == (24, 4096, 1000, 2)
     assert scheduler.identity == worker.identity
-    assert scheduler.mmap_path.endswith("kvtier-test-spec-region")
+    assert scheduler.mmap_path.endswith(instance_id)
     scheduler.cleanup()
     worker.cleanup()
 

@@ -1,5 +1,6 @@
 """Each of the ten questions is answered by its command, on a real engine, and the page has the same commands."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ TAG = tag_tenant(TENANT_SALT)
 @pytest.mark.slow
 def test_each_command_answers_its_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    with serving(tmp_path) as engine:
+    instance_id = f"chat-of-{tmp_path.name}-{os.getpid()}"
+    with serving(tmp_path, instance_id) as engine:
         for question in QUESTIONS:
-            status, shown = answer(question, tmp_path, engine)
+            status, shown = answer(question, tmp_path, engine, instance_id)
             assert status == question.status, shown
             missing = [text for text in question.shows if text.replace("TENANT", TAG) not in shown]
             assert not missing, f"{question.command} does not show {missing}: {shown}"

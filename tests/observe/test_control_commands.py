@@ -1,11 +1,20 @@
 """What operators want done is done at the end of a step: pins, prefetches, purges and drains of real books."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from tests.connector.fakes import FakeBlocks, FakeRequest, FakeStep, TableManager, keys_of, make_config
+from tests.connector.fakes import (
+    FakeBlocks,
+    FakeRequest,
+    FakeStep,
+    TableManager,
+    hash_tokens,
+    keys_of,
+    make_config,
+)
 from tests.observe.conftest import MakeControlled
 from tests.observe.controlled import Background, Engine
 
@@ -13,7 +22,15 @@ from kvtier.base import OffloadKey, ReqContext
 from kvtier.connector.groups import GroupLayout
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.errors import ControlError
-from kvtier.observe.control_commands import Drain, PromptPrefix, make_command
+from kvtier.observe.control_commands import (
+    NO_EXTRAS,
+    Drain,
+    ExtrasHasher,
+    PromptExtras,
+    PromptPrefix,
+    make_command,
+    read_prefix,
+)
 from kvtier.observe.control_wire import Message
 from kvtier.testing.tiering_driver import TieringDriver
 from kvtier.tiering.base import (
@@ -112,6 +129,46 @@ def test_wrong_token_ids_are_refused_at_once(engine: Engine, token_ids: object) 
 def test_a_wrong_lease_is_refused(engine: Engine, lease_s: object) -> None:
     with pytest.raises(ControlError, match=r"lease_s=.*must be a number from 0 to 86400"):
         engine.ask("pin", token_ids=PROMPT, lease_s=lease_s)
+
+
+class SaltedHasher(ExtrasHasher):
+    """Hashes prompts as the fake engine does, salts and adapters included."""
+
+    def __call__(self, token_ids: Sequence[int], extras: PromptExtras = NO_EXTRAS) -> list[bytes]:
+        if extras.adapter == "unknown":
+            raise ControlError("adapter='unknown': send a request with it first")
+        more = f"{extras.cache_salt}/{extras.adapter}".encode() if extras != NO_EXTRAS else b""
+        return [sha256(block_hash + more).digest() for block_hash in hash_tokens(list(token_ids))]
+
+
+def keys_named(**request: object) -> list[OffloadKey]:
+    prefix = read_prefix({"token_ids": PROMPT, **request}, SaltedHasher())
+    return prefix.list_keys([GroupLayout(0, 4, 1, 1, None)])
+
+
+def test_prompts_with_a_salt_or_an_adapter_have_keys_of_their_own() -> None:
+    named = [{}, {"cache_salt": "a"}, {"adapter": "a"}, {"cache_salt": "a", "adapter": "a"}]
+    found = [tuple(keys_named(**one)) for one in named]
+    assert len(set(found)) == 4
+    assert keys_named(cache_salt=None, adapter=None) == list(found[0])
+    with pytest.raises(ControlError, match="adapter='unknown': send a request with it first"):
+        keys_named(adapter="unknown")
+
+
+@pytest.mark.parametrize("value", ["", 1, True, [], "a" * 5000])
+def test_what_is_no_salt_or_adapter_is_refused_and_no_salt_is_shown(value: object) -> None:
+    with pytest.raises(ControlError, match=r"adapter=.*: must be a text of 1 to 4096 characters"):
+        keys_named(adapter=value)
+    with pytest.raises(ControlError, match=r"^cache_salt=\.\.\.: must be a text"):
+        keys_named(cache_salt=value)
+
+
+@pytest.mark.parametrize("name", ["cache_salt", "adapter"])
+def test_an_engine_whose_prompts_have_none_says_so(engine: Engine, name: str) -> None:
+    with pytest.raises(
+        ControlError, match=f"{name}: prompts of this engine have no cache salt and no adapter"
+    ):
+        carry_out(engine, "prefetch", token_ids=PROMPT, **{name: "secret"})
 
 
 def test_an_engine_that_does_not_say_how_it_hashes_says_so() -> None:

@@ -49,6 +49,28 @@ def test_what_a_waiting_request_has_found_stays_until_it_is_loaded() -> None:
     assert driver.manager.stats()["primary.held_blocks"] == 0
 
 
+def test_a_block_in_use_beyond_its_time_is_no_hit_and_no_promotion_until_its_load_has_ended() -> None:
+    driver, loading, other = make(), ReqContext("a"), ReqContext("b")
+    driver.store([1])
+    driver.step()
+    assert driver.search([1], loading) == 1
+    driver.manager.prepare_load([key_of(1)], loading)
+    driver.clock.advance(TTL_S)
+    driver.step()
+    assert driver.manager.lookup(key_of(1), other) is False
+    miss = driver.manager.explain(key_of(1), other)
+    assert miss is not None
+    assert miss.cause is MissCause.EXPIRED
+    driver.manager.request_finished(other)
+    driver.manager.complete_load([key_of(1)], loading)
+    driver.manager.request_finished(loading)
+    driver.step()
+    assert driver.search_until_known([1], other) == 1
+    driver.load([1], other)
+    driver.manager.request_finished(other)
+    driver.manager.check()
+
+
 def test_without_a_copy_behind_it_the_cause_is_expired() -> None:
     driver = TieringDriver(8, lambda _: [], ttl_s=TTL_S)
     driver.store([1])

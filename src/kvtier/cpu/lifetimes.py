@@ -1,7 +1,8 @@
 """When blocks in host memory end, whatever their use: their time to live counts from the end of their store.
 
 Blocks are kept in the order of their stores, which is that of their ends: a look at the oldest tells whether any is
-over. A block that is pinned when its time ends stays until its transfers have ended; a lease ends with the block.
+over. A block that is pinned when its time ends is not found any more, and stays until its transfers have ended; a lease
+ends with the block.
 
 The clock is monotonic, so no change of the wall clock makes a block older or younger.
 """
@@ -41,6 +42,11 @@ class BlockLifetimes(BlockListener):
 
     def on_cleared(self) -> None:
         self.stored_s.clear()
+
+    def is_over(self, key: OffloadKey) -> bool:
+        """Return whether a block is ready and its time is over."""
+        stored_s = self.stored_s.get(key)
+        return stored_s is not None and stored_s <= self._clock() - self._ttl_s
 
     def list_expired(self) -> list[OffloadKey]:
         """Return the blocks whose time is over, oldest first. Visits those that are over and one more."""

@@ -123,7 +123,10 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         self._policy = policy
         self._clock = clock
         self.leases = PinLeases(self.table, clock)
-        self.lifetimes = None if ttl_s is None else BlockLifetimes(ttl_s, clock)
+        self.lifetimes: BlockLifetimes | None = None
+        if ttl_s is not None:
+            self.lifetimes = BlockLifetimes(ttl_s, clock)
+            self.lookup = self._lookup_alive  # type: ignore[method-assign]  # without lifetimes no lookup asks for one
         self.tenant_blocks = None if tenants is None else TenantBlocks(self.table, tenants, block_bytes)
         self._quotas = self.tenant_blocks if self.tenant_blocks and self.tenant_blocks.has_quotas else None
         self.table.listeners = tuple(one for one in (self.lifetimes, self.tenant_blocks) if one is not None)
@@ -178,6 +181,15 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         if block is None:
             return False
         return True if block.ref_cnt >= 0 else None
+
+    def _lookup_alive(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        """Look a block up; one that is in use beyond its time is not found, or a hot one would never expire."""
+        answer = CPUOffloadingManager.lookup(self, key, req_context)
+        return False if answer and self.is_over(key) else answer
+
+    def is_over(self, key: OffloadKey) -> bool:
+        """Return whether ``key`` is held and its time to live is over."""
+        return self.lifetimes is not None and self.lifetimes.is_over(key)
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         del req_context
@@ -405,7 +417,7 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
     ) -> Miss | None:
         del req_context
         if self._get_block(key) is not None:
-            return Miss(MissCause.IN_FLIGHT, HOST_ORIGIN)
+            return Miss(MissCause.EXPIRED if self.is_over(key) else MissCause.IN_FLIGHT, HOST_ORIGIN)
         return self.departed.explain(key, behind)
 
     def reset(self) -> None:

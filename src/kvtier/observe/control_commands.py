@@ -35,6 +35,37 @@ MAX_LOOKUPS = 256
 PromptHasher = Callable[[Sequence[int]], Sequence[bytes]]
 """Returns the engine's content hash of each full block of a prompt's token ids. Called on the server's thread."""
 
+MAX_EXTRA_CHARS = 4096
+"""Of a cache salt and of an adapter's name; engines allow less."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptExtras:
+    """What a prompt's hashes depend on besides its tokens.
+
+    Attributes:
+        cache_salt: as its requests give it; empty for none.
+        adapter: the name of their adapter (LoRA); empty for none.
+    """
+
+    cache_salt: str = ""
+    adapter: str = ""
+
+
+NO_EXTRAS = PromptExtras()
+
+
+class ExtrasHasher(ABC):
+    """A ``PromptHasher`` of an engine whose prompts have cache salts or adapters."""
+
+    @abstractmethod
+    def __call__(self, token_ids: Sequence[int], extras: PromptExtras = NO_EXTRAS) -> Sequence[bytes]:
+        """Return the hash of each full block. Thread: the server's.
+
+        Raises:
+            ControlError: the engine knows no such adapter.
+        """
+
 
 class Command(ABC):
     """Something that an operator wants done. Its methods but the constructor are for the scheduler's thread."""
@@ -278,7 +309,33 @@ def read_prefix(
         raise ControlError(
             f"token_ids={shorten(wrong or token_ids)}: must be whole numbers from 0 to 2^31 - 1"
         )
-    return PromptPrefix(len(token_ids), list(hash_prompt(token_ids)), read_tenant(request, tenants))
+    extras = read_extras(request)
+    if extras == NO_EXTRAS:
+        hashes = hash_prompt(token_ids)
+    elif isinstance(hash_prompt, ExtrasHasher):
+        hashes = hash_prompt(token_ids, extras)
+    else:
+        given = next(name for name in ("cache_salt", "adapter") if request.get(name))
+        raise ControlError(f"{given}: prompts of this engine have no cache salt and no adapter")
+    return PromptPrefix(len(token_ids), list(hashes), read_tenant(request, tenants))
+
+
+def read_extras(request: Message) -> PromptExtras:
+    """Return the cache salt and the adapter that a request names. Pure.
+
+    Raises:
+        ControlError: one of them is no name. A salt is not shown.
+    """
+    found = {}
+    for name in ("cache_salt", "adapter"):
+        value = request.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, str) or not 0 < len(value) <= MAX_EXTRA_CHARS:
+            shown = shorten(value) if name == "adapter" else "..."
+            raise ControlError(f"{name}={shown}: must be a text of 1 to {MAX_EXTRA_CHARS} characters")
+        found[name] = value
+    return PromptExtras(**found)
 
 
 def read_tenant(request: Message, tenants: Tenants | None) -> Tenant:

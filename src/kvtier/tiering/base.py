@@ -80,7 +80,10 @@ class TierSettings:
 
     required: bool = field(
         default=False,
-        metadata=setting(flag, "a tier that cannot start is left out; `true` refuses the engine instead"),
+        metadata=setting(
+            flag,
+            "a tier that cannot start, whatever lies in its place, is left out; `true` refuses the engine instead",
+        ),
     )
     cascade: CascadeMode = field(
         default=CascadeMode.ON_STORE,

@@ -244,7 +244,8 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         if promoting is not None:
             return self._late(promoting.name)
         if self._primary_manager.table.get_block(key) is not None:
-            return Miss(MissCause.IN_FLIGHT, HOST_ORIGIN)
+            is_over = self._primary_manager.is_over(key)
+            return Miss(MissCause.EXPIRED if is_over else MissCause.IN_FLIGHT, HOST_ORIGIN)
         refused = self._no_room.get(req_context)
         if refused is not None and refused[0] == key:
             return Miss(MissCause.NO_ROOM, refused[1])
@@ -417,6 +418,8 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         """Look up a key that the primary does not hold; the first tier that has it promotes it."""
         waiting = self._waiting
         is_unanswered = False
+        if self._primary_manager.lifetimes is not None and self._primary_manager.is_over(key):
+            return False  # it is in use until its transfer has ended: a promotion would need its slot
         for tier in self._tiers:
             answer = tier.lookup(key, req_context)
             if answer:

@@ -18,7 +18,7 @@ from kvtier.cpu.gpu_worker import CpuGpuOffloadingHandlers
 from kvtier.cpu.instance_lock import remove_dead_regions
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.cpu.spec import CPUOffloadingSpec
-from kvtier.errors import ConfigError, MissingExtraError, TierError, describe_foreign
+from kvtier.errors import ConfigError, MissingExtraError, PlaceError, TierError, describe_foreign
 from kvtier.tiering.base import ReachableTier, SecondaryTierManager
 from kvtier.tiering.factory import create_secondary_tier
 from kvtier.tiering.manager import TieringOffloadingManager
@@ -126,7 +126,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
             for entry in self.config.settings.secondary_tiers:
                 try:
                     tiers.append(create_secondary_tier(entry, primary_kv_view, self.config))
-                except (TierError, MissingExtraError) as error:
+                except (TierError, PlaceError, MissingExtraError) as error:
                     if entry.get("required"):
                         raise
                     logger.warning("secondary tier left out, the engine starts without it: %s", error)

@@ -53,6 +53,23 @@ def stepping(engine: Engine) -> Iterator[None]:
         thread.join(GUARD_S)
 
 
+@pytest.mark.parametrize("command", ["pin", "unpin", "prefetch"])
+def test_what_an_engine_cannot_name_is_refused_with_a_clear_line(
+    engine: Engine, tokens: str, run: Run, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = "prompts of this engine have no cache salt and no adapter"
+    for option, name in (("--salt", "cache_salt"), ("--adapter", "adapter")):
+        status, _, err = run(command, "--tokens", tokens, option, "sesame")
+        assert status == 2
+        assert f"{name}: {line}" in err
+        assert "sesame" not in err
+    assert (
+        "must be a tenant of the engine's setting" in run(command, "--tokens", tokens, "--tenant", "bob")[2]
+    )
+    monkeypatch.setenv("KVTIER_CACHE_SALT", "sesame")
+    assert f"cache_salt: {line}" in run(command, "--tokens", tokens)[2]
+
+
 def test_a_prefix_is_pinned_and_unpinned(engine: Engine, tokens: str, run: Run) -> None:
     with stepping(engine):
         status, out, _ = run("pin", "--tokens", tokens, "--lease", "60")

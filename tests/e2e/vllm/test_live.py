@@ -1,5 +1,6 @@
 """A real vLLM engine is seen and steered through its control socket while it serves, and while it is idle."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +25,7 @@ TIMEOUT_S = 120.0
 """Guard against a hang; a command takes one step."""
 
 MAX_ROUNDS = 200
+INSTANCE_ID = f"serving-{os.getpid()}"
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def engine(llama: str, folder: Path) -> Iterator[EngineProcess]:
-    settings = settings_with(folder / "blocks") | {"instance_id": "serving"}
+    settings = settings_with(folder / "blocks") | {"instance_id": INSTANCE_ID}
     environment = {"XDG_RUNTIME_DIR": str(folder)}
     with EngineProcess(EngineOptions(llama, settings, environment=environment)) as engine:
         yield engine
@@ -43,7 +45,7 @@ def engine(llama: str, folder: Path) -> Iterator[EngineProcess]:
 
 @pytest.fixture
 def instance(engine: EngineProcess, folder: Path) -> Instance:
-    return choose_instance("serving", [folder / "kvtier"])
+    return choose_instance(INSTANCE_ID, [folder / "kvtier"])
 
 
 def ask(
@@ -68,7 +70,7 @@ def while_serving(engine: EngineProcess, call: Callable[[], dict[str, Any]]) -> 
 
 
 def test_an_engine_says_who_it_is(instance: Instance) -> None:
-    assert (instance.id, instance.description["engine"]) == ("serving", "vllm")
+    assert (instance.id, instance.description["engine"]) == (INSTANCE_ID, "vllm")
     assert instance.description["block_tokens"] == [BLOCK_TOKENS]
     assert instance.description["tiers"] == ["fs"]
 

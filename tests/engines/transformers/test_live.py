@@ -1,5 +1,6 @@
 """An embedded engine is seen and steered through its control socket."""
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from tests.observe.controlled import GUARD_S, Background
 from transformers import LlamaForCausalLM
 
 from kvtier.engines.transformers import KVTierEngine
+from kvtier.errors import ControlError
 from kvtier.observe.control_client import EngineConnection, find_instances
 from kvtier.observe.control_wire import Message
 
@@ -39,6 +41,8 @@ def carry_out(engine: KVTierEngine, runtime: Path, command: str, **arguments: ob
         engine.drain(0.0)
         time.sleep(0)
     reply = client.join()
+    if isinstance(reply, ControlError):
+        raise reply
     assert isinstance(reply, dict), reply
     return reply
 
@@ -46,16 +50,43 @@ def carry_out(engine: KVTierEngine, runtime: Path, command: str, **arguments: ob
 def test_an_engine_shows_its_true_state_between_requests(
     llama: LlamaForCausalLM, prompt: list[int], make_engine: MakeEngine, runtime: Path
 ) -> None:
-    engine = make_engine(llama, extra_config={"cpu_bytes_to_use": "2MiB", "instance_id": "chat"})
+    instance_id = f"chat-{os.getpid()}"
+    engine = make_engine(llama, extra_config={"cpu_bytes_to_use": "2MiB", "instance_id": instance_id})
     engine.run(prompt, 4)
     engine.drain(GUARD_S)
     (instance,) = find_instances([runtime])
     reply = ask(runtime, "stats")
 
-    assert (instance.id, instance.description["engine"]) == ("chat", "transformers")
+    assert (instance.id, instance.description["engine"]) == (instance_id, "transformers")
     assert reply["is_stepping"] is False
     assert reply["stats"]["primary.held_blocks"] == NUM_BLOCKS
     assert reply["stats"].items() <= engine.stats().items()
+
+
+def test_a_tenant_s_prompt_is_pinned_by_its_name_and_no_other_one_s(
+    llama: LlamaForCausalLM, prompt: list[int], make_engine: MakeEngine, runtime: Path
+) -> None:
+    settings = {"cpu_bytes_to_use": "2MiB", "tenants": {"alice": {}, "bob": {}}}
+    engine = make_engine(llama, extra_config=settings)
+    engine.run(prompt, 4, tenant="alice")
+    engine.drain(GUARD_S)
+    for tenant, num_ready in (("alice", NUM_BLOCKS), ("bob", 0)):
+        pinned = carry_out(engine, runtime, "pin", token_ids=prompt, tenant=tenant)
+        assert (pinned["num_blocks"], pinned["num_ready"]) == (NUM_BLOCKS, num_ready)
+        ended = carry_out(engine, runtime, "unpin", token_ids=prompt, tenant=tenant)
+        assert ended["num_blocks"] == NUM_BLOCKS
+    with pytest.raises(ControlError, match="must be a tenant of the engine's setting tenants"):
+        carry_out(engine, runtime, "prefetch", token_ids=prompt, tenant="carol")
+
+
+@pytest.mark.parametrize("name", ["cache_salt", "adapter"])
+def test_a_prompt_of_an_embedded_engine_has_no_salt_and_no_adapter(
+    llama: LlamaForCausalLM, make_engine: MakeEngine, runtime: Path, name: str
+) -> None:
+    engine = make_engine(llama, extra_config={"cpu_bytes_to_use": "2MiB"})
+    for command in ("pin", "unpin", "prefetch"):
+        with pytest.raises(ControlError, match=f"{name}: prompts of this engine have no"):
+            carry_out(engine, runtime, command, token_ids=list(range(40)), **{name: "a"})
 
 
 def test_a_prompt_is_pinned_by_its_token_ids_while_the_engine_is_idle(

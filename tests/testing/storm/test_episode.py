@@ -43,6 +43,26 @@ def test_another_process_does_the_same_again() -> None:
     assert digests[0] == digests[1]
 
 
+WITHOUT_MOONCAKE = """
+import sys
+sys.modules["mooncake"] = None  # importing it fails
+from kvtier.errors import MissingExtraError
+from kvtier.testing.storm import Episode, run_episode
+outcome = run_episode(Episode(3, num_operations=60, tiers=("mooncake",)))
+assert outcome.error is None, outcome.error
+try:
+    import kvtier.tiering.mooncake
+except MissingExtraError:
+    print(outcome.digest)
+"""
+
+
+def test_mooncakes_library_need_not_be_there_and_stays_missing() -> None:
+    command = [sys.executable, "-c", WITHOUT_MOONCAKE]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert len(done.stdout.strip()) == 16
+
+
 class _ForgetfulTier(ExampleSecondaryTier):
     """Serves the bytes of the block that it was given last."""
 

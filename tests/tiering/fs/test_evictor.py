@@ -12,7 +12,7 @@ from tests.tiering.fs.conftest import HANG_GUARD_S, StartTier
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, TierDriver, content_of, key_of
 from kvtier.tiering.fs import evictor
-from kvtier.tiering.fs.evictor import WALK_TTL_S
+from kvtier.tiering.fs.evictor import WALK_TTL_S, Evictor
 from kvtier.tiering.fs.recycled_files import MAX_RECYCLED_FILES, SLACK_SHARE, plan_excess, plan_num_recycled
 from kvtier.tiering.fs.shared_usage import Change, MemberId, UsageRecord, unpack_record
 from kvtier.tiering.fs.system import FOREIGN_OWNER_TIMEOUT_S, Owner, SystemCalls, current_owner
@@ -221,6 +221,25 @@ def test_a_block_that_cannot_be_evicted_declines_stores_and_harms_nobody(
         path.mkdir()  # a folder of that name is neither ours nor in our way
     assert store_each(driver, 3) == [True]
     assert not driver.load([1]).success
+
+
+def test_a_task_whose_room_another_takes_is_not_declined_while_there_is_more_to_evict(
+    start_tier: StartTier, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = start_tier(capacity_bytes=8 * BLOCK_BYTES, num_threads=1)
+    store_each(driver, *range(1, 9))
+    real_make_room, taken = Evictor.make_room, []
+
+    def make_room_and_lose_it(self: Evictor, num_bytes: int, *, is_disk_full: bool = False) -> bool:
+        found = real_make_room(self, num_bytes, is_disk_full=is_disk_full)
+        if len(taken) < 3:
+            taken.append(self._directory.usage.reserve(num_bytes // BLOCK_BYTES, BLOCK_BYTES).num_blocks)
+        return found
+
+    monkeypatch.setattr(Evictor, "make_room", make_room_and_lose_it)
+    assert driver.store([21, 22]).success
+    assert taken == [2, 2, 2]
+    assert driver.tier.stats()["declined"] == 0
 
 
 def test_an_evictor_that_nobody_needs_does_not_walk(start_tier: StartTier, root: Path) -> None:

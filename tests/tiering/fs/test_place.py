@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import xxhash
 from tests.tiering.fs.conftest import StartTier
 
 from kvtier.base import OffloadKey
@@ -18,10 +19,20 @@ from kvtier.testing.damage import flip_bit_in_files
 from kvtier.testing.place_suite import MODELS, PlaceSuite, name_of
 from kvtier.testing.tier_suite import ROW_BYTES
 from kvtier.tiering.base import SecondaryTierManager
-from kvtier.tiering.fs import FSTier
+from kvtier.tiering.fs import FSTier, file_check
 from kvtier.tiering.fs.place import FSPlace, open_fs_place, probe_fs_place
 from kvtier.tiering.fs.shared_usage import unpack_record
-from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
+from kvtier.tiering.kit.envelope import (
+    ENVELOPE_BYTES,
+    HEADER_PAGE_BYTES,
+    Buffer,
+    EncryptedFields,
+    Envelope,
+    HeaderCheck,
+    join_encrypted_header,
+    make_header,
+    unpack,
+)
 from kvtier.tiering.kit.place import Amount, BlockState
 
 BLOCK_BYTES = HEADER_PAGE_BYTES + ROW_BYTES
@@ -119,6 +130,94 @@ def test_a_file_of_holes_that_is_longer_than_memory_is_damaged_and_not_read(
     os.truncate(block.address, num_kept_bytes)
     os.truncate(block.address, 2**40)
     assert place.check(block) is BlockState.DAMAGED
+
+
+def forge_header(path: str, num_bytes: int, *, is_encrypted: bool) -> None:
+    """Make a block's file as long as a header says that is right but for the payload's checksum."""
+    with Path(path).open("r+b") as file:
+        found = unpack(file.read(ENVELOPE_BYTES))
+        assert isinstance(found, Envelope)
+        fields = EncryptedFields(found.namespace, found.key, 0, num_bytes, num_bytes, 7, bytes(16), 1, 0)
+        before, behind = fields.pack()
+        forged = join_encrypted_header(before, bytes(16), behind)
+        if not is_encrypted:
+            plain = bytearray(make_header(found.key, found.namespace, b""))
+            plain[66:82] = 2 * num_bytes.to_bytes(8, "little")
+            plain[-8:] = xxhash.xxh3_64_intdigest(plain[:-8]).to_bytes(8, "little")
+            forged = bytes(plain)
+        parsed = unpack(forged)
+        assert isinstance(parsed, Envelope)
+        assert parsed.stored_bytes == num_bytes
+        file.seek(0)
+        file.write(forged)
+        file.truncate(HEADER_PAGE_BYTES + num_bytes)
+
+
+class AnyOpener:
+    """Opens whatever it is given."""
+
+    def open(self, header: Buffer, payload: Buffer) -> HeaderCheck:
+        return HeaderCheck.OK
+
+    def key_of(self, namespace: bytes, name: bytes) -> OffloadKey:
+        return OffloadKey(name)
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True], ids=["plain", "encrypted"])
+def test_a_file_of_holes_whose_header_says_its_length_is_damaged_and_not_read(
+    root: Path, start_tier: StartTier, monkeypatch: pytest.MonkeyPatch, *, is_encrypted: bool
+) -> None:
+    start_tier().store([1])
+    place = open_fs_place({"root_dir": str(root)})
+    place.unlock(AnyOpener())
+    (block,) = place.blocks()
+    forge_header(block.address, 2**40 - 1, is_encrypted=is_encrypted)
+    real_pread, num_read = os.pread, 0
+
+    def pread(fd: int, num_bytes: int, offset: int) -> bytes:
+        nonlocal num_read
+        num_read += num_bytes
+        assert num_read <= 2 * HEADER_PAGE_BYTES, "the file is read"
+        return real_pread(fd, num_bytes, offset)
+
+    monkeypatch.setattr(os, "pread", pread)
+    monkeypatch.delattr(os, "preadv")
+    assert place.check(block) is BlockState.DAMAGED
+
+
+def test_a_long_block_is_read_by_pieces(
+    root: Path, start_tier: StartTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_tier().store([1])
+    place = open_fs_place({"root_dir": str(root)})
+    (block,) = place.blocks()
+    real_pread, longest = os.pread, 0
+
+    def pread(fd: int, num_bytes: int, offset: int) -> bytes:
+        nonlocal longest
+        longest = max(longest, num_bytes)
+        return real_pread(fd, num_bytes, offset)
+
+    monkeypatch.setattr(os, "pread", pread)
+    monkeypatch.setattr(file_check, "PIECE_BYTES", 1000)
+    assert place.check(block) is BlockState.WHOLE
+    assert longest == HEADER_PAGE_BYTES
+    with Path(block.address).open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    assert place.check(block) is BlockState.DAMAGED
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "num_disk_blocks", "is_hollow"),
+    [(2**30, 0, False), (2**30 + 1, 8, True), (2**40, 2**40 // 512, False), (2**40, 2**33 // 512, True)],
+)
+def test_only_long_files_of_holes_are_hollow(
+    num_bytes: int, num_disk_blocks: int, *, is_hollow: bool
+) -> None:
+    assert file_check.is_hollow(num_bytes, num_disk_blocks) is is_hollow
 
 
 def test_nothing_is_removed_behind_a_link_in_place_of_a_folder(

@@ -10,6 +10,7 @@ from kvtier.testing.tier_suite import ROW_BYTES, key_of, make_config, make_rows
 from kvtier.tiering.kit.backend import rows_of
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
 from kvtier.tiering.mooncake.client import MooncakeClient
+from kvtier.tiering.mooncake.descriptions import DescriptionBuffer
 from kvtier.tiering.mooncake.errors import MASTER_AWAY, Code, name_of
 from kvtier.tiering.mooncake.headers import HeaderPool
 from kvtier.tiering.mooncake.settings import MooncakeSettings, Protocol
@@ -35,9 +36,10 @@ class Rig:
         )
         rows = rows_of(make_rows())
         headers = HeaderPool(1, 16)
-        memories = (rows.flat, headers.memory)
+        descriptions = (DescriptionBuffer(), DescriptionBuffer())
+        memories = (rows.flat, headers.memory, *(one.memory for one in descriptions))
         client = MooncakeClient(settings, memories, self.clock, lambda _: self.native)
-        self.store = MooncakeBlockStore(client, rows, headers, self.clock)
+        self.store = MooncakeBlockStore(client, rows, headers, self.clock, descriptions)
         self.namespace = self.store.open_namespace(make_namespace(make_config(), ROW_BYTES), is_new=False)
         self.keys = [key_of(1), key_of(2)]
 

@@ -1,6 +1,7 @@
 """A cluster: blocks spread over nodes, follow their slot when it moves, and a node that is away costs its own only."""
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from tests.tiering.valkey.live_cluster import LiveCluster, name_of
 from kvtier.errors import TierError
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import NUM_ROWS, TierDriver, content_of, key_of
+from kvtier.tiering.valkey import ValkeyTier
 from kvtier.tiering.valkey.cluster import REFRESH_S, Destination, redirection, slot_of
 from kvtier.tiering.valkey.endpoint import Address
 from kvtier.tiering.valkey.names import parse_block_name
@@ -136,6 +138,24 @@ def test_a_slot_that_is_just_moving_is_asked_for_at_both_ends(
         for client in (old, new):
             client.execute_command("CLUSTER SETSLOT", slot, "STABLE")
     assert not driver.load([number]).success
+
+
+def test_a_purge_takes_names_of_a_slot_that_is_just_moving(driver: TierDriver, healthy: LiveCluster) -> None:
+    number = 100
+    source = healthy.owner_of(number)
+    target = next(node for node in healthy.nodes[:3] if node is not source)
+    slot = slot_of(name_of(number))
+    with source.client() as old, target.client() as new:
+        new.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", healthy.id_of(source))
+        old.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", healthy.id_of(target))
+        assert driver.store([number]).success  # at the new node, where only ASKING is answered
+        with closing(ValkeyTier.open_place({"url": healthy.url, "cluster": True})) as place:
+            blocks = list(place.blocks())
+            assert key_of(number) in [block.key for block in blocks]
+            assert place.remove(blocks, unless_changed=False).num == len(blocks) == NUM_ROWS + 1
+        assert not new.execute_command("CLUSTER COUNTKEYSINSLOT", slot)
+        for client in (old, new):
+            client.execute_command("CLUSTER SETSLOT", slot, "STABLE")
 
 
 def test_a_failover_during_jobs_costs_at_most_misses(

@@ -88,6 +88,7 @@ class TestSingle(ServerTierSuite):
     """As configured by a user who names the server only, and shortens the time-out."""
 
     num_outages = 6
+    names_siblings = True
 
     @pytest.fixture(autouse=True)
     def _use_servers(self, hurt_server: LiveServer, small_server: LiveServer) -> None:
@@ -112,6 +113,8 @@ class TestSingle(ServerTierSuite):
 class TestDefaults(TierSuite):
     """As configured by a user who names the server only, on each kind of server."""
 
+    names_siblings = True
+
     @pytest.fixture(autouse=True)
     def _server(self, shared_server: LiveServer) -> None:
         self.url = shared_server.url
@@ -134,6 +137,8 @@ class TestWithoutExpiry(TestDefaults):
 class TestEncrypted(TierSuite):
     """With TLS."""
 
+    names_siblings = True
+
     @pytest.fixture(autouse=True)
     def _server(self, tls_server: LiveServer, certificates: Certificates) -> None:
         with tls_server.client() as client:
@@ -151,6 +156,8 @@ class TestEncrypted(TierSuite):
 
 class TestCluster(TierSuite):
     """On three nodes."""
+
+    names_siblings = True
 
     @pytest.fixture(autouse=True)
     def _cluster(self, cluster: LiveCluster) -> None:

@@ -36,6 +36,18 @@ TokenizerOption = Annotated[
 TenantOption = Annotated[
     str | None, typer.Option("--tenant", help="Whose prompts they are, where the engine has tenants.")
 ]
+SaltOption = Annotated[
+    str | None,
+    typer.Option(
+        "--salt",
+        envvar="KVTIER_CACHE_SALT",
+        help="The cache_salt of their requests, where the engine has such.",
+    ),
+]
+AdapterOption = Annotated[
+    str | None,
+    typer.Option("--adapter", help="The name of their adapter (LoRA), which the engine has served before."),
+]
 TimeoutOption = Annotated[
     float,
     typer.Option("--timeout", min=0.01, max=3600.0, help="Seconds that the engine has for it."),
@@ -51,6 +63,8 @@ def pin(
         float, typer.Option("--lease", min=1.0, max=86_400.0, help="Seconds for which it is kept.")
     ] = 600.0,
     tenant: TenantOption = None,
+    salt: SaltOption = None,
+    adapter: AdapterOption = None,
     timeout_s: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_json: JsonOption = False,
 ) -> None:
@@ -60,8 +74,8 @@ def pin(
         ConfigError: no prefix is given, or it cannot be read.
         ControlError: the engine cannot be reached, made no step in time, or has no room.
     """
-    token_ids = read_token_ids(tokens, text, tokenizer)
-    reply = _send("pin", instance_id, timeout_s, token_ids=token_ids, lease_s=lease_s, tenant=tenant)
+    prefix = name_prefix(read_token_ids(tokens, text, tokenizer), tenant, salt, adapter)
+    reply = _send("pin", instance_id, timeout_s, lease_s=lease_s, **prefix)
     _report(
         reply,
         f"{reply['num_blocks']} blocks are pinned for {lease_s:g} s, {reply['num_ready']} of them are in host memory; "
@@ -77,6 +91,8 @@ def unpin(
     tokenizer: TokenizerOption = None,
     unpin_all: Annotated[bool, typer.Option("--all", help="End every lease.")] = False,
     tenant: TenantOption = None,
+    salt: SaltOption = None,
+    adapter: AdapterOption = None,
     timeout_s: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_json: JsonOption = False,
 ) -> None:
@@ -90,7 +106,7 @@ def unpin(
         reply = _send("unpin", instance_id, timeout_s, all=True)
     else:
         token_ids = read_token_ids(tokens, text, tokenizer, also=", or --all")
-        reply = _send("unpin", instance_id, timeout_s, token_ids=token_ids, tenant=tenant)
+        reply = _send("unpin", instance_id, timeout_s, **name_prefix(token_ids, tenant, salt, adapter))
     _report(reply, f"{reply['num_blocks']} leases have ended", as_json=as_json)
 
 
@@ -100,6 +116,8 @@ def prefetch(
     text: TextOption = None,
     tokenizer: TokenizerOption = None,
     tenant: TenantOption = None,
+    salt: SaltOption = None,
+    adapter: AdapterOption = None,
     timeout_s: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_json: JsonOption = False,
 ) -> None:
@@ -109,8 +127,8 @@ def prefetch(
         ConfigError: no prefix is given, or it cannot be read.
         ControlError: the engine cannot be reached, or made no step in time.
     """
-    token_ids = read_token_ids(tokens, text, tokenizer)
-    reply = _send("prefetch", instance_id, timeout_s, token_ids=token_ids, tenant=tenant)
+    prefix = name_prefix(read_token_ids(tokens, text, tokenizer), tenant, salt, adapter)
+    reply = _send("prefetch", instance_id, timeout_s, **prefix)
     _report(
         reply,
         f"{reply['num_ready']} of {reply['num_blocks']} blocks are in host memory; the others are in no tier, or there "
@@ -171,6 +189,14 @@ def purge_living(
             parts.append(f"{num_in_use} of {tier} are in use and stay: purge again when they are not")
     parts += [f"{tier} is not purged: {reason}" for tier, reason in reply["unable"].items()]
     _report(reply, "; ".join(parts), as_json=as_json)
+
+
+def name_prefix(
+    token_ids: Sequence[int], tenant: str | None, salt: str | None, adapter: str | None
+) -> dict[str, object]:
+    """Return the arguments that name a prefix; what is not given is left out. Pure."""
+    named = {"token_ids": token_ids, "tenant": tenant, "cache_salt": salt, "adapter": adapter}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def read_token_ids(

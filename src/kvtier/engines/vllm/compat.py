@@ -5,8 +5,9 @@ work too.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -113,21 +114,31 @@ def hash_seed(vllm_config: VllmConfig) -> str:
     return seed if seed == resolve(hash_function) else RANDOM_SEED
 
 
-def make_prompt_hasher(
-    vllm_config: VllmConfig, hash_block_tokens: int
-) -> Callable[[Sequence[int]], list[bytes]]:
-    """Return a function that makes the content hashes of a plain prompt: no adapter, image or cache salt."""
+def hash_prompt(
+    vllm_config: VllmConfig,
+    hash_block_tokens: int,
+    token_ids: Sequence[int],
+    cache_salt: str | None = None,
+    lora_request: object = None,
+) -> list[bytes]:
+    """Return the content hashes of a prompt of text, as vLLM's own requests have them."""
     hash_function = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
-
-    def hash_prompt(token_ids: Sequence[int]) -> list[bytes]:
-        hashes: list[Any] = []  # Any: vLLM's name for bytes
-        for first in range(0, len(token_ids) - hash_block_tokens + 1, hash_block_tokens):
-            block = list(token_ids[first : first + hash_block_tokens])
-            parent = hashes[-1] if hashes else None
-            hashes.append(kv_cache_utils.hash_block_tokens(hash_function, parent, block, None))
-        return [bytes(block_hash) for block_hash in hashes]
-
-    return hash_prompt
+    # What vLLM reads of a request, in every release that is supported.
+    request: Any = SimpleNamespace(
+        mm_features=[],
+        lora_request=lora_request,
+        cache_salt=cache_salt,
+        prompt_embeds=None,
+        num_prompt_tokens=len(token_ids),
+    )
+    hashes: list[Any] = []  # Any: vLLM's name for bytes
+    for first in range(0, len(token_ids) - hash_block_tokens + 1, hash_block_tokens):
+        block = list(token_ids[first : first + hash_block_tokens])
+        parent = hashes[-1] if hashes else None
+        end = first + hash_block_tokens
+        extra_keys, _ = kv_cache_utils.generate_block_hash_extra_keys(request, first, end, 0)
+        hashes.append(kv_cache_utils.hash_block_tokens(hash_function, parent, block, extra_keys))
+    return [bytes(block_hash) for block_hash in hashes]
 
 
 def stored_page_bytes(

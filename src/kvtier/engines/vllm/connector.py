@@ -27,7 +27,7 @@ from kvtier.engines.vllm.config import make_offloading_config
 from kvtier.engines.vllm.groups import describe_groups
 from kvtier.engines.vllm.identity import start_fingerprints
 from kvtier.engines.vllm.metrics import GrowthMeter, KVTierPromMetrics, KVTierStats, StatsClock
-from kvtier.engines.vllm.scheduler_hooks import SchedulerHooks
+from kvtier.engines.vllm.scheduler_hooks import SchedulerHooks, VLLMPromptHasher
 from kvtier.engines.vllm.worker_hooks import WorkerHooks
 from kvtier.observe.control import open_control
 from kvtier.observe.prometheus import MetricsServer, serve_metrics
@@ -64,7 +64,10 @@ class KVTierConnector(SchedulerHooks, WorkerHooks, KVConnectorBase_V1, SupportsH
                 config,
                 ConnectorRole.SCHEDULER,
                 open_recorder(config),
-                open_control(config, compat.make_prompt_hasher(vllm_config, config.hash_block_size)),
+                open_control(
+                    config,
+                    VLLMPromptHasher(vllm_config, config.hash_block_size, self._adapter_salts),
+                ),
             )
             if is_scheduler
             else OffloadingConnector(config, ConnectorRole.WORKER)

@@ -12,11 +12,13 @@ Source: ``KVConnectorBase_V1`` of vLLM 0.28 to 0.33.
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
+from vllm.config import VllmConfig
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -29,10 +31,14 @@ from kvtier.connector.common import OffloadingConnectorMetadata, StopReason
 from kvtier.connector.offloading_connector import OffloadingConnector
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.engines.checkpoint import FileStamp, Fingerprint, FingerprintJob, find_files
+from kvtier.engines.vllm import compat
 from kvtier.engines.vllm.compat import HitSources, name_hit_sources
 from kvtier.engines.vllm.events import translate_events
+from kvtier.errors import ControlError, shorten
 from kvtier.misses import Miss, MissCause
+from kvtier.observe.control_commands import NO_EXTRAS, ExtrasHasher, PromptExtras
 from kvtier.observe.spans import RequestSpans
+from kvtier.tenants import salt_hash
 
 logger = logging.getLogger(__name__)
 
@@ -191,6 +197,18 @@ class AdapterFingerprint:
     start_s: float
 
 
+class KnownAdapter(NamedTuple):
+    """An adapter of a request.
+
+    Attributes:
+        lora_request: vLLM's description of it.
+        salt: of the keys of its blocks.
+    """
+
+    lora_request: object
+    salt: bytes
+
+
 class AdapterSalts:
     """Fingerprints each adapter once, at its first request, and refuses an adapter whose files change later.
 
@@ -215,6 +233,7 @@ class AdapterSalts:
         self._read = read
         self._fingerprints: dict[str, AdapterFingerprint] = {}
         self._refused: set[str] = set()
+        self._known: dict[str, KnownAdapter] = {}
 
     def is_ready(self, request: Request) -> bool:
         """Return whether ``salt_of`` returns at once; start to read a new adapter."""
@@ -236,11 +255,19 @@ class AdapterSalts:
         if path in self._refused:
             return None
         try:
-            return self._salt_at(path, request)
+            salt = self._salt_at(path, request)
+            if salt is not None:
+                self._known[_name_of(request)] = KnownAdapter(request.lora_request, salt)
+            return salt
         except OSError as error:
+            self._known.pop(_name_of(request), None)
             self._refused.add(path)
             logger.warning("requests of adapter %r are not offloaded any more: %s", path, error)
             return None
+
+    def known(self, name: str) -> "KnownAdapter | None":
+        """Return an adapter that requests have used, by its name. Thread: any, by one read of a dictionary."""
+        return self._known.get(name)
 
     def _salt_at(self, path: str, request: Request) -> bytes | None:
         """Return the salt of an adapter whose files have not changed since its first request."""
@@ -274,6 +301,42 @@ class AdapterSalts:
         return self._clock_s() - pending.start_s > DEADLINE_S
 
 
+NO_ADAPTER = KnownAdapter(None, b"")
+
+
+class VLLMPromptHasher(ExtrasHasher):
+    """Names the blocks of a prompt as vLLM does, for operators who give it by its token ids.
+
+    Besides those the names depend on ``cache_salt`` and adapter; images and embeddings cannot be named here.
+
+    Args:
+        vllm_config: the engine's.
+        hash_block_tokens: tokens that one content hash covers.
+        adapters: those that requests have used.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, hash_block_tokens: int, adapters: AdapterSalts) -> None:
+        self._vllm_config = vllm_config
+        self._hash_block_tokens = hash_block_tokens
+        self._adapters = adapters
+
+    def __call__(self, token_ids: Sequence[int], extras: PromptExtras = NO_EXTRAS) -> list[bytes]:
+        adapter = self._adapters.known(extras.adapter) if extras.adapter else NO_ADAPTER
+        if adapter is None:
+            raise ControlError(
+                f"adapter={shorten(extras.adapter)}: no request has used it since the engine's start, or its files "
+                "cannot be read: send one first"
+            )
+        hashes = compat.hash_prompt(
+            self._vllm_config,
+            self._hash_block_tokens,
+            token_ids,
+            extras.cache_salt or None,
+            adapter.lora_request,
+        )
+        return [salt_hash(block_hash, adapter.salt) for block_hash in hashes] if adapter.salt else hashes
+
+
 def stop_of(request: Request) -> StopReason:
     """Return why a request ended, for a recorded trace; a tool call counts as the end of a turn. Pure."""
     is_end = request.status is RequestStatus.FINISHED_STOPPED
@@ -296,6 +359,10 @@ def why_left_alone(request: Request) -> Miss:
 def _path_of(request: Request) -> str | None:
     adapter = getattr(request, "lora_request", None)
     return None if adapter is None else str(adapter.lora_path)
+
+
+def _name_of(request: Request) -> str:
+    return str(getattr(request.lora_request, "lora_name", ""))
 
 
 def _sign(folder: Path) -> Signature:

@@ -33,12 +33,15 @@ def main(arguments: Sequence[str]) -> int:
     print(f"storm: commit {commit()}, seed {first_seed}", flush=True)
     began_s, wall_s = time.process_time(), time.monotonic()
     whole, seen, num_operations, seed = hashlib.sha256(), Counter[str](), 0, first_seed
+    num_faulted = num_struck = 0
     while True:
         episode = Episode(seed, options.episode, options.keep, options.faults, options.tiers)
         outcome = run_episode(episode, on_operation=_print_operation if options.verbose else None)
         whole.update(outcome.digest.encode())
         seen += outcome.seen
         num_operations += outcome.num_operations
+        num_faulted += outcome.num_faulted
+        num_struck += outcome.num_struck
         if outcome.error is not None:
             _report(episode, outcome, num_operations, shrink_s=options.shrink_seconds)
             return 1
@@ -48,8 +51,11 @@ def main(arguments: Sequence[str]) -> int:
             break
     cpu_s = time.process_time() - began_s
     print(f"storm: {num_operations} operations, seeds {first_seed} to {seed - 1}, no law broken")
-    rate = num_operations / cpu_s
-    print(f"storm: {rate:.0f} operations a second of processor time, {3600 * rate:.0f} an hour")
+    print(f"storm: {num_faulted} were done under faults, in {num_struck} one struck")
+    hourly = " and ".join(f"{3600 * num / cpu_s:.0f}" for num in (num_faulted, num_struck))
+    print(
+        f"storm: {num_operations / cpu_s:.0f} operations a second of processor time, {hourly} of these an hour"
+    )
     print(f"storm: digest {whole.hexdigest()[:16]}")
     if options.summary:
         for name, num in sorted(seen.items()):

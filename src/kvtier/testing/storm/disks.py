@@ -12,9 +12,11 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import ClassVar
 
 from kvtier.config import OffloadingConfig
 from kvtier.testing.storm.place import StormPlace, Weather
+from kvtier.testing.storm.secrecy import RAM_DISK, forge
 from kvtier.tiering.base import SecondaryTierManager, TierSettings
 from kvtier.tiering.fs import FSTier, block_file, system
 from kvtier.tiering.fs.system import link_open_file
@@ -27,8 +29,6 @@ FILE_BYTES = 4096
 
 SHORT_S, LONG_S = 0.5, 40.0
 """How long a slow call and a hung one take; the longer is more than a job's time-out."""
-
-RAM_DISK = Path("/dev/shm")  # noqa: S108  # only for speed; a folder of our own is made in it
 
 
 class SimDisk:
@@ -87,6 +87,7 @@ class SimDisk:
             raise OSError(errno.ENOSPC, "no space left on the disk")
         data = bytearray(b"".join(buffers))
         num_bytes = len(data)
+        place.watch(data)
         if place.lies("lost"):
             return num_bytes
         if place.ratios.get("stale"):
@@ -155,6 +156,7 @@ class DirectoryPlace(StormPlace):
     """A directory that outlives its process."""
 
     fault_names = SimDisk.fault_names
+    can_encrypt: ClassVar[bool] = True
 
     def __init__(self, weather: Weather) -> None:
         super().__init__(weather)
@@ -182,6 +184,9 @@ class DirectoryPlace(StormPlace):
 class FSPlace(DirectoryPlace):
     """The fs tier."""
 
+    quota_tier: ClassVar[str] = "fs"
+    header_bytes: ClassVar[int] = FILE_BYTES
+
     def build(
         self, config: OffloadingConfig, view: memoryview, settings: TierSettings
     ) -> SecondaryTierManager:
@@ -189,6 +194,7 @@ class FSPlace(DirectoryPlace):
         block_bytes = FILE_BYTES + (view.shape or (0, 0))[1]
         disk = SimDisk(self, 512, keeps_times=True)
         calls = system.SystemCalls(disk.open, disk.pwritev, disk.preadv, disk.link, None)
+        self.ttl_s = rng.choice([None, None, 20.0, 600.0])
         return FSTier(
             config,
             view,
@@ -199,6 +205,7 @@ class FSPlace(DirectoryPlace):
             root_dir=str(self.directory),
             capacity_bytes=block_bytes * rng.choice([4, 12, 40]),
             shared=rng.random() < 0.5,
+            ttl_s=self.ttl_s,
             direct_io=False,
             num_threads=rng.choice([1, 2, 3]),
         )
@@ -210,7 +217,7 @@ class FSPlace(DirectoryPlace):
             return
         self.is_honest = False
         path = rng.choice(files)
-        kind = rng.randrange(4)
+        kind = rng.randrange(5)
         try:
             if kind == 0:
                 path.unlink()
@@ -218,6 +225,8 @@ class FSPlace(DirectoryPlace):
                 os.truncate(path, rng.randrange(path.stat().st_size + 1))
             elif kind == 2:
                 path.write_bytes(rng.choice(files).read_bytes())
+            elif kind == 3:
+                path.write_bytes(forge(path.read_bytes(), rng.choice(files).read_bytes()))
             else:
                 flip_bit(path, rng.randrange(max(1, path.stat().st_size)), 1 << rng.randrange(8))
         except FileNotFoundError:
@@ -226,6 +235,9 @@ class FSPlace(DirectoryPlace):
 
 class SlabPlace(DirectoryPlace):
     """The slab tier."""
+
+    quota_tier: ClassVar[str] = "slab"
+    header_bytes: ClassVar[int] = FILE_BYTES
 
     def __init__(self, weather: Weather) -> None:
         super().__init__(weather)
@@ -242,13 +254,16 @@ class SlabPlace(DirectoryPlace):
         self._slot_bytes = FILE_BYTES + (view.shape or (0, 0))[1]
         self._disk = disk = SimDisk(self, self._slot_bytes, keeps_times=False)
         calls = slab_file.SystemCalls(pwritev=disk.pwritev, preadv=disk.preadv)
+        self.ttl_s = rng.choice([None, None, 20.0, 600.0])
         return SlabTier(
             config,
             view,
             settings,
             clock=self.weather.clock,
+            wall_clock=self.weather.wall_clock,
             calls=calls,
             path=str(self.directory / "slab"),
+            ttl_s=self.ttl_s,
             capacity_bytes=FILE_BYTES + self._num_slots * self._slot_bytes,
             allow_shrink=True,
             direct_io=False,
@@ -276,11 +291,14 @@ class SlabPlace(DirectoryPlace):
             content = bytearray(file.read(slot_bytes))
             if len(content) < slot_bytes:  # of another geometry, left by a tier that did not start
                 return
-            kind = rng.randrange(3)
+            kind = rng.randrange(4)
             if kind == 0:
                 content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
             elif kind == 1:
                 content[len(content) // 2 :] = bytes(len(content) - len(content) // 2)
+            elif kind == 3:
+                file.seek(second)
+                content = bytearray(forge(bytes(content), file.read(slot_bytes)))
             file.seek(second if kind == 2 else first)
             file.write(content)
 
@@ -314,12 +332,15 @@ def owner_calls(weather: Weather, life: Callable[[], int]) -> list[tuple[object,
         def __getattr__(self, name: str) -> object:
             return getattr(os, name)
 
-        def utime(self, path: str | int, times: object = None, *, follow_symlinks: bool = True) -> None:
-            del times
-            now_s = weather.wall_clock()
+        def utime(
+            self, path: str | int, *, ns: tuple[int, int] | None = None, follow_symlinks: bool = True
+        ) -> None:
+            if ns is None:
+                now_ns = int(weather.wall_clock() * 10**9)
+                ns = now_ns, now_ns
             if isinstance(path, int):
-                os.utime(path, (now_s, now_s))
+                os.utime(path, ns=ns)
             else:
-                os.utime(path, (now_s, now_s), follow_symlinks=follow_symlinks)
+                os.utime(path, ns=ns, follow_symlinks=follow_symlinks)
 
     return [(system, "_start_ticks", start_ticks), (block_file, "os", Times())]

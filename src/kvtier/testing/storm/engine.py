@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -32,6 +32,9 @@ from kvtier.testing.storm.memory import (
 
 BLOCK_TOKENS = 4
 
+Params: TypeAlias = dict[str, Any] | None  # Any: a client's JSON
+"""The hints of a request."""
+
 
 class Phase(Enum):
     """Where a request is in its life."""
@@ -53,6 +56,8 @@ class StormRequest:
         num_tokens: prompt and answer so far.
         max_tokens: length at which it ends.
         kv_transfer_params: the client's hints.
+        tenant: whose blocks it may find; empty for those that name none.
+        is_served: whether its tenant is one that is served.
         num_prompt_tokens: length of the prompt.
         phase: where it is.
         tables: for each group its device blocks.
@@ -70,7 +75,9 @@ class StormRequest:
     hashes: list[bytes]
     num_tokens: int
     max_tokens: int
-    kv_transfer_params: dict[str, Any] | None = None  # Any: a client's JSON
+    kv_transfer_params: Params = None
+    tenant: bytes = b""
+    is_served: bool = True
     num_prompt_tokens: int = 0
     phase: Phase = Phase.WAITING
     tables: list[list[int]] = field(default_factory=list)
@@ -90,6 +97,10 @@ class StormRequest:
     def block_hashes(self) -> list[bytes]:
         """Hashes of the full blocks."""
         return self.hashes[: self.num_tokens // BLOCK_TOKENS]
+
+    def content(self, block: int, group: int, weights: int, rank: int) -> bytes:
+        """Return what one of its blocks holds on one worker."""
+        return content_of(self.hashes[block], group, weights, rank, self.tenant)
 
 
 @dataclass(frozen=True)
@@ -128,6 +139,7 @@ class StormEngine:
         num_device_blocks: size of the device pool, the null block included.
         weights: of the model at the start.
         clocks: monotonic and wall clock.
+        pages: where the contents of device blocks are noted, once computed.
 
     Attributes:
         scheduler: the scheduler half.
@@ -145,6 +157,7 @@ class StormEngine:
         num_device_blocks: int,
         weights: int,
         clocks: tuple[Any, Any],  # Any: two callables
+        pages: set[bytes],
     ) -> None:
         clock, wall_clock = clocks
         self.scheduler = OffloadingConnectorScheduler(
@@ -156,6 +169,7 @@ class StormEngine:
         self.requests: dict[str, StormRequest] = {}
         self.weights = weights
         self.seen: Counter[str] = Counter()
+        self._pages = pages
         self._config = config
         self._groups = config.groups
         self._free: deque[int] = deque(range(1, num_device_blocks))
@@ -287,6 +301,9 @@ class StormEngine:
             assert found == 0 or not request.has_failed_load, (
                 f"{request.request_id} loads again after a failure"
             )
+            assert found == 0 or request.is_served, (
+                f"{request.request_id} loads for a tenant that is not served"
+            )
             assert is_async is (found > 0)
             assert found < request.num_tokens, "no token is left to compute"
             num_external = found
@@ -344,8 +361,9 @@ class StormEngine:
                 if request.is_mixed:
                     worker.device[table[block]] = GARBAGE
                 elif (block + 1) * BLOCK_TOKENS <= end:
-                    content = content_of(request.hashes[block], idx, self.weights, worker.rank)
+                    content = request.content(block, idx, self.weights, worker.rank)
                     worker.device[table[block]] = np.frombuffer(content, dtype=np.uint8)
+                    self._pages.add(content)
 
     def _check_held(self, worker: StormWorker, request: StormRequest) -> None:
         if request.is_mixed:
@@ -355,7 +373,7 @@ class StormEngine:
             if group.window_tokens is not None:
                 first = max(0, request.num_computed - group.window_tokens + 1) // BLOCK_TOKENS
             for block in range(first, request.num_computed // BLOCK_TOKENS):
-                expected = content_of(request.hashes[block], idx, self.weights, worker.rank)
+                expected = request.content(block, idx, self.weights, worker.rank)
                 assert worker.device[table[block]].tobytes() == expected, (
                     f"{request.request_id}: wrong bytes in block {block} of group {idx} on worker {worker.rank}"
                 )
@@ -406,6 +424,7 @@ class StormEngine:
             source, request = job.transfer_spec.source, self.requests[job.req_id]
             assert isinstance(source, GPULoadStoreSpec)
             assert not request.is_mixed, f"{job.req_id}: blocks of before a reset are stored after it"
+            assert request.is_served, f"{job.req_id}: blocks of a tenant that is not served are stored"
             block_ids = source.block_ids.tolist()
             for worker in self.workers:
                 expected: list[bytes] = []
@@ -413,7 +432,7 @@ class StormEngine:
                 for idx, size in enumerate(source.group_sizes):
                     for block_id in block_ids[begin : begin + size]:
                         block = request.tables[idx].index(block_id)
-                        expected.append(content_of(request.hashes[block], idx, self.weights, worker.rank))
+                        expected.append(request.content(block, idx, self.weights, worker.rank))
                     begin += size
                 worker.stores.expected[job_id] = expected
 

@@ -14,9 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
+from kvtier.testing.storm.buckets import ObjPlace, bucket_calls
+from kvtier.testing.storm.cluster import ClusterPlace, valkey_calls
 from kvtier.testing.storm.disks import FSPlace, SlabPlace, owner_calls
+from kvtier.testing.storm.mooncake import MooncakePlace, adapter_loaded, mooncake_calls
 from kvtier.testing.storm.place import ExamplePlace
-from kvtier.testing.storm.servers import ObjPlace, ValkeyPlace, server_calls
+from kvtier.testing.storm.secrecy import secret_calls
+from kvtier.testing.storm.servers import ValkeyPlace
+from kvtier.testing.storm.settling import Settling
 from kvtier.testing.storm.threads import SIMULATED_PACKAGES, installed
 from kvtier.testing.storm.world import PlaceMaker, Shape, World
 
@@ -26,6 +31,8 @@ PLACES: dict[str, PlaceMaker] = {
     "slab": SlabPlace,
     "obj": ObjPlace,
     "valkey": ValkeyPlace,
+    "cluster": ClusterPlace,
+    "mooncake": MooncakePlace,
 }
 """The tiers of this package, by name; an author of another tier passes a mapping of his own."""
 
@@ -47,13 +54,15 @@ WEIGHTS: tuple[tuple[str, float], ...] = (
     ("forget_host", 4.0),
     ("reset", 0.6),
     ("purge", 0.4),
+    ("rekey", 0.4),
     ("settle", 0.5),
     ("restart", 0.4),
     ("crash", 0.4),
 )
 """What happens, and how often beside the rest."""
 
-FAULT_OPERATIONS = frozenset({"set_fault", "hurt", "crash", "fail_copy", "reset", "purge", "pass_time"})
+FAULT_OPERATIONS = frozenset({"hurt", "crash", "fail_copy", "reset", "purge", "rekey", "pass_time"})
+"""What is a fault by itself. Others are done under one while a place's calls, or copies, may go wrong."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,8 @@ class Outcome:
 
     Attributes:
         num_operations: operations that were done.
+        num_faulted: those of them that were a fault, or were done while one could strike.
+        num_struck: those of them that were a fault, or in which one struck.
         digest: of all that was done and seen.
         error: the law that was broken, None when all hold.
         failed_at: the number of the operation after which it was.
@@ -92,6 +103,8 @@ class Outcome:
     """
 
     num_operations: int = 0
+    num_faulted: int = 0
+    num_struck: int = 0
     digest: str = ""
     error: BaseException | None = None
     failed_at: int | None = None
@@ -116,8 +129,9 @@ def run_episode(
     world = World(rng, draw_shape(rng, [places[name] for name in episode.tiers]))
     outcome, trace = Outcome(), hashlib.sha256()
     names, weights = zip(*WEIGHTS, strict=True)
-    with _simulated(world, packages):
+    with _simulated(world, packages, episode.seed):
         number = -1
+        num_happened = 0
         try:
             world.begin()
             for number in episode.numbers():
@@ -125,12 +139,16 @@ def run_episode(
                 (name,) = rng.choices(names, weights)
                 if on_operation is not None:
                     on_operation(number, name)
+                is_fault, num_before = name in FAULT_OPERATIONS, num_happened
+                outcome.num_faulted += is_fault or world.is_faulted()
                 _do(world, name, episode.faults)
-                world.check()
+                stats = world.check()
+                num_happened = world.num_happened()
                 outcome.num_operations += 1
-                trace.update(f"{number} {name} {_state_of(world)}\n".encode())
+                outcome.num_struck += is_fault or num_happened > num_before
+                trace.update(f"{number} {name} {_state_of(world, stats)}\n".encode())
             number = episode.num_operations
-            world.settle()
+            Settling(world).run()
             world.check()
         except Exception as error:  # noqa: BLE001  # foreign: whatever is raised here is what the storm looks for
             outcome.error, outcome.failed_at = error, number
@@ -148,7 +166,8 @@ def draw_shape(rng: random.Random, places: Sequence[PlaceMaker]) -> Shape:
     window_tokens = rng.choice([None, None, 6])
     factor = rng.choice([1, 1, 2]) if window_tokens is None else 1
     chosen = rng.sample(list(places), k=min(len(places), rng.choice([1, 1, 2, 3])))
-    return Shape(tuple(chosen), window_tokens, rng.choice([1, 1, 2]), factor)
+    has_ring = rng.random() < 0.4
+    return Shape(tuple(chosen), window_tokens, rng.choice([1, 1, 2]), factor, has_ring)
 
 
 def shrink(
@@ -238,28 +257,30 @@ def join_ranges(numbers: Iterable[int]) -> Iterator[str]:
 def _do(world: World, name: str, faults: frozenset[str] | None) -> None:
     if name == "set_fault":
         world.set_fault(faults)
+    elif name == "settle":
+        Settling(world).run()
     else:
         getattr(world, name)()
 
 
-def _state_of(world: World) -> str:
+def _state_of(world: World, stats: Mapping[str, float]) -> str:
     engine = world.engine
     requests = " ".join(
         f"{one.request_id}{one.phase.value[:4]}{one.num_computed}" for one in engine.requests.values()
     )
-    stats = world.manager.stats()
     held = " ".join(f"{stats[name]:g}" for name in ("primary.held_blocks", "primary.evicted", "open_jobs"))
     jobs = " ".join(str(len(tier.open_jobs)) for tier in world.tiers)
     return f"{world.clock():.6f} {world.life} {requests} {held} {jobs}"
 
 
 @contextmanager
-def _simulated(world: World, packages: Sequence[str]) -> Iterator[None]:
+def _simulated(world: World, packages: Sequence[str], seed: int) -> Iterator[None]:
     """Install simulated threads, clocks and servers, and keep what threads log; everything is put back."""
     logger = logging.getLogger("kvtier")
     before = logger.level, logger.propagate
     replaced: list[tuple[object, str, object]] = []
     with ExitStack() as stack:
+        stack.enter_context(adapter_loaded())
         stack.enter_context(installed(world.threads, packages))
         logger.addHandler(world.errors)
         logger.setLevel(logging.ERROR)
@@ -267,7 +288,10 @@ def _simulated(world: World, packages: Sequence[str]) -> Iterator[None]:
         try:
             for module, name, substitute in [
                 *owner_calls(world._weather, lambda: world.life),  # noqa: SLF001
-                *server_calls(),
+                *bucket_calls(),
+                *valkey_calls(),
+                *mooncake_calls(),
+                *secret_calls(seed),
             ]:
                 replaced.append((module, name, getattr(module, name)))
                 setattr(module, name, substitute)

@@ -3,10 +3,18 @@
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvtier.base import JobId, OffloadKey, ReqContext, get_offload_block_hash, get_offload_group_idx
+from kvtier.base import (
+    JobId,
+    OffloadKey,
+    ReqContext,
+    get_offload_block_hash,
+    get_offload_group_idx,
+    get_offload_tenant,
+)
 from kvtier.connector.common import BlockRemoved, BlockStored
 from kvtier.cpu.block_table import BlockTable
 from kvtier.misses import Miss, MissExplainer
+from kvtier.testing.storm.place import StormPlace
 from kvtier.testing.wrapped_tier import WrappedTier
 from kvtier.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 
@@ -21,21 +29,36 @@ class BrokenLawError(AssertionError):
 class WatchedTier(WrappedTier, MissExplainer):
     """Passes everything on, and counts jobs: each is reported once, and with keys that it has.
 
+    Blocks that it loads are no older than its time to live, and none is found of a tenant without a key.
+
     Args:
         inner: the tier.
-        may_lie: whether it is made to report unknown jobs and to repeat reports.
+        place: where its blocks are.
+        keyless: numbers of the tenants that have no key, where it encrypts.
 
     Attributes:
         open_jobs: jobs that have not been reported.
+        place: where its blocks are.
     """
 
-    def __init__(self, inner: SecondaryTierManager, *, may_lie: bool) -> None:
+    def __init__(
+        self, inner: SecondaryTierManager, place: StormPlace, keyless: frozenset[int] = frozenset()
+    ) -> None:
         super().__init__(inner)
         self.get_tier_type = inner.get_tier_type  # type: ignore[method-assign]  # events and counters name the inner tier
         self.locality = inner.locality  # type: ignore[misc]  # what a class says of itself
         self.open_jobs: dict[JobId, JobMetadata] = {}
-        self._may_lie = may_lie
+        self.place = place
+        self._keyless = keyless
+        self._begun_s: dict[JobId, float] = {}
+        self._may_lie = "repeat_ratio" in place.fault_names
         self._explainer = inner if isinstance(inner, MissExplainer) else None
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        answer = super().lookup(key, req_context)
+        if answer and get_offload_tenant(key) in self._keyless:
+            raise BrokenLawError("a block is found of a tenant that has no key")
+        return answer
 
     def submit_store(self, job: JobMetadata) -> None:
         super().submit_store(job)
@@ -44,6 +67,7 @@ class WatchedTier(WrappedTier, MissExplainer):
     def submit_load(self, job: JobMetadata) -> None:
         super().submit_load(job)
         self._open(job)
+        self._begun_s[job.job_id] = self.place.weather.clock()
 
     def get_finished(self) -> Iterable[JobResult]:
         results = list(super().get_finished())
@@ -54,12 +78,39 @@ class WatchedTier(WrappedTier, MissExplainer):
                     raise BrokenLawError(f"job {result.job_id} was reported twice, or never submitted")
             elif not set(result.successful_keys or ()) <= set(job.keys):
                 raise BrokenLawError(f"job {result.job_id} was reported with keys of others")
+            elif job.is_promotion:
+                self._check_ages(job, result)
+            else:
+                self._note_stored(job)
         return results
+
+    def on_ring_changed(self) -> None:
+        """Expect no more that tenants have no key."""
+        self._keyless = frozenset()
+
+    def on_killed(self) -> None:
+        """What a dead process was storing may be there or not."""
+        for job in self.open_jobs.values():
+            if not job.is_promotion:
+                self._note_stored(job)
 
     def explain(
         self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
     ) -> Miss | None:
         return None if self._explainer is None else self._explainer.explain(key, req_context, behind)
+
+    def _note_stored(self, job: JobMetadata) -> None:
+        self.place.stored_s.update(dict.fromkeys(job.keys, self.place.weather.clock()))
+
+    def _check_ages(self, job: JobMetadata, result: JobResult) -> None:
+        """Fail when a block was loaded that was over before its load began."""
+        begun_s, ttl_s = self._begun_s.pop(job.job_id), self.place.ttl_s
+        if ttl_s is None:
+            return
+        for key in job.keys if result.success else result.successful_keys or ():
+            stored_s = self.place.stored_s.get(key)
+            if stored_s is not None and begun_s - stored_s >= ttl_s:
+                raise BrokenLawError(f"{self.get_tier_type()} has served a block beyond its time to live")
 
     def _open(self, job: JobMetadata) -> None:
         if job.job_id in self.open_jobs:

@@ -1,7 +1,7 @@
 """Memory of the storm's engine: what each block must hold, rows of host memory, copies that end when chance says.
 
-What a block holds is a function of its content hash, its KV group, the weights and the worker. Every byte that is
-loaded can therefore be checked, in whatever life of the process it was stored.
+What a block holds is a function of its content hash, its KV group, the weights, the worker and the tenant. Every byte
+that is loaded can therefore be checked, in whatever life of the process it was stored, and for whomever.
 """
 
 import hashlib
@@ -35,9 +35,9 @@ Pages = npt.NDArray[np.uint8]
 
 
 @lru_cache(maxsize=200_000)
-def content_of(block_hash: bytes, group: int, weights: int, rank: int) -> bytes:
-    """Return what a device block with this content holds on one worker."""
-    salt = b"%d %d %d" % (group, weights, rank)
+def content_of(block_hash: bytes, group: int, weights: int, rank: int, tenant: bytes = b"") -> bytes:
+    """Return what a device block with this content holds on one worker for one tenant."""
+    salt = b"%d %d %d %b" % (group, weights, rank, tenant)
     return hashlib.blake2b(block_hash, key=salt, digest_size=PAGE_BYTES).digest()
 
 

@@ -9,11 +9,14 @@ import random
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar
 
+from kvtier.base import OffloadKey
 from kvtier.config import OffloadingConfig
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.faults import Faults, FaultyTier
+from kvtier.testing.storm.secrecy import PlainBytes
 from kvtier.testing.storm.threads import SimThreads
 from kvtier.tiering.base import SecondaryTierManager, TierSettings
 from kvtier.tiering.example import ExampleSecondaryTier
@@ -28,12 +31,14 @@ class Weather:
         clock: seconds, monotonic.
         wall_clock: seconds since 1970.
         threads: the simulated threads; a simulated disk or server calls ``pause`` and ``sleep``.
+        plain: watches what is written to places whose tiers encrypt.
     """
 
     rng: random.Random
     clock: ManualClock
     wall_clock: Callable[[], float]
     threads: SimThreads
+    plain: PlainBytes = field(default_factory=PlainBytes)
 
 
 class StormPlace(ABC):
@@ -47,16 +52,31 @@ class StormPlace(ABC):
         happened: how often each has.
         is_honest: whether the tier may believe every acknowledgement: nothing that lies in the place was hurt, and no
             write was acknowledged that did not happen, since the tier was built.
+        is_secret: whether its tier encrypts; what it is given to write then passes ``watch``.
+        ttl_s: seconds after its store that the tier may still serve a block; None: for ever. ``build`` sets it.
+        stored_s: when each block was stored last, at the latest.
     """
 
     fault_names: tuple[str, ...] = ()
     """Every fault that ``ratios`` may name."""
+
+    quota_tier: ClassVar[str] = ""
+    """The type of its tier where that keeps quotas of tenants."""
+
+    header_bytes: ClassVar[int] = 0
+    """What a block takes in it beside its row."""
+
+    can_encrypt: ClassVar[bool] = False
+    """Whether its tier can encrypt, and the place calls ``watch``."""
 
     def __init__(self, weather: Weather) -> None:
         self.weather = weather
         self.ratios: dict[str, float] = {}
         self.happened: Counter[str] = Counter()
         self.is_honest = True
+        self.is_secret = False
+        self.ttl_s: float | None = None
+        self.stored_s: dict[OffloadKey, float] = {}
 
     @abstractmethod
     def build(
@@ -81,6 +101,11 @@ class StormPlace(ABC):
 
     def close(self) -> None:
         """Remove the place."""
+
+    def watch(self, data: bytes | bytearray) -> None:
+        """Look through what the tier writes."""
+        if self.is_secret:
+            self.weather.plain.watch(data)
 
     def happens(self, fault: str) -> bool:
         """Return whether a fault happens now."""

@@ -1,30 +1,26 @@
-"""The obj and the valkey tier with servers in the same process, which speak what the production clients expect.
+"""The valkey tier with a server in the same process, which speaks what the production client expects.
 
-The bucket takes the place of the library that talks to object stores, the Valkey server that of a connection: what a
-tier makes of requests, replies and errors is production code. Both lose, tear, mix up, flip, refuse, hang, go away.
+It takes the place of a connection: what the tier makes of requests, replies and errors is production code. As every
+server of the storm it loses, tears, mixes up, flips, refuses, hangs and goes away.
 """
 
 import errno
 import socket
-from collections.abc import Iterable, Iterator, Sequence
-from datetime import UTC, datetime, timedelta
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from kvtier.config import OffloadingConfig
 from kvtier.testing.storm.place import StormPlace, Weather
+from kvtier.testing.storm.secrecy import forge
 from kvtier.tiering.base import SecondaryTierManager, TierSettings
-from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, Buffer
-from kvtier.tiering.obj import ObjTier
-from kvtier.tiering.obj import client as obj_client
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
 from kvtier.tiering.valkey import ValkeyTier
-from kvtier.tiering.valkey import servers as valkey_servers
-
-ObjError: type[Exception] = vars(obj_client)["BaseError"]
-ObjExistsError: type[Exception] = vars(obj_client)["AlreadyExistsError"]
-"""The client library's errors, as the tier's client knows them: that library is imported there alone."""
 
 HANG_S, SLOW_S = 1.5, 0.3
 """How long a request hangs until its time-out, and how long a slow one takes."""
+
+PLACE_VERBS = frozenset({b"PING", b"CLIENT", b"SCAN", b"OBJECT"})
+"""Commands of a look at the whole server."""
 
 
 class ServerPlace(StormPlace):
@@ -34,7 +30,7 @@ class ServerPlace(StormPlace):
         values: what it keeps.
     """
 
-    fault_names = (
+    fault_names: tuple[str, ...] = (
         "lost",
         "torn",
         "misdirected",
@@ -49,6 +45,9 @@ class ServerPlace(StormPlace):
         "evict",
     )
 
+    can_encrypt: ClassVar[bool] = True
+    header_bytes: ClassVar[int] = ENVELOPE_BYTES
+
     def __init__(self, weather: Weather) -> None:
         super().__init__(weather)
         self.values: dict[Any, bytes] = {}  # Any: the names that its protocol has
@@ -60,14 +59,17 @@ class ServerPlace(StormPlace):
         self.is_honest = False
         names = list(self.values)
         name = names[int(rng.random() * len(names))]
-        kind = rng.randrange(4)
+        kind = rng.randrange(5)
         value = self.values[name]
+        other = self.values[names[int(rng.random() * len(names))]]
         if kind == 0:
             del self.values[name]
         elif kind == 1:
             self.values[name] = value[: int(rng.random() * (len(value) + 1))]
         elif kind == 2:
-            self.values[name] = self.values[names[int(rng.random() * len(names))]]
+            self.values[name] = other
+        elif kind == 3:
+            self.values[name] = forge(value, other)
         else:
             self.values[name] = self.flip(value)
 
@@ -81,6 +83,7 @@ class ServerPlace(StormPlace):
 
     def keep(self, name: object, value: bytes) -> None:
         """Store a value, or say so."""
+        self.watch(value)
         if self.lies("lost"):
             return
         if self.lies("torn"):
@@ -105,142 +108,6 @@ class ServerPlace(StormPlace):
         return value
 
 
-class ObjPlace(ServerPlace):
-    """The obj tier and its bucket.
-
-    Attributes:
-        present: the bucket that the next client gets.
-    """
-
-    present: ClassVar["ObjPlace"]
-
-    def __init__(self, weather: Weather) -> None:
-        super().__init__(weather)
-        self.written: dict[str, datetime] = {}
-
-    def build(
-        self, config: OffloadingConfig, view: memoryview, settings: TierSettings
-    ) -> SecondaryTierManager:
-        rng = self.weather.rng
-        block_bytes = ENVELOPE_BYTES + (view.shape or (0, 0))[1]
-        ObjPlace.present = self
-        return ObjTier(
-            config,
-            view,
-            settings,
-            clock=self.weather.clock,
-            url="memory://",
-            blocks_per_object=rng.choice([1, 1, 3]),
-            capacity_bytes=rng.choice([None, None, 64 * 3 * block_bytes]),
-            num_threads=rng.choice([1, 3]),
-        )
-
-    def request(self) -> None:
-        """Let a request arrive, or not."""
-        threads = self.weather.threads
-        threads.pause()
-        if self.happens("hung"):
-            threads.sleep(HANG_S)
-            raise ObjError("error sending request: operation timed out")
-        if self.happens("slow"):
-            threads.sleep(SLOW_S)
-        if self.happens("refused"):
-            raise ObjError("error sending request: Connection refused")
-        if self.happens("broken"):
-            raise ObjError("Server returned non-2xx status code: 503 Service Unavailable")
-
-    def put(self, path: str, body: bytes, *, is_new: bool) -> None:
-        """Write an object."""
-        self.request()
-        if is_new and path in self.values:
-            raise ObjExistsError(path)
-        if self.happens("full"):
-            raise ObjError("Server returned non-2xx status code: 507 Insufficient Storage")
-        self.keep(path, body)
-        self.written[path] = datetime(2100, 1, 1, tzinfo=UTC) + timedelta(seconds=self.weather.clock())
-        self.weather.threads.pause()
-
-    def get(self, path: str) -> bytes:
-        """Read an object."""
-        self.request()
-        value = self.find(path)
-        if value is None:
-            raise FileNotFoundError(path)
-        return value
-
-
-class SimObstore:
-    """The functions of obstore that the tier's client calls, on a bucket."""
-
-    @staticmethod
-    def put(
-        store: ObjPlace, path: str, body: Iterable[Buffer], *, mode: str = "overwrite", use_multipart: bool
-    ) -> None:
-        """Write an object."""
-        del use_multipart
-        store.put(path, b"".join(body), is_new=mode == "create")
-
-    @staticmethod
-    async def put_async(store: ObjPlace, path: str, body: bytes, *, mode: str = "overwrite") -> None:
-        """Write an object."""
-        store.put(path, bytes(body), is_new=mode == "create")
-
-    @staticmethod
-    def get(store: ObjPlace, path: str) -> "_Result":
-        """Read an object."""
-        return _Result(store.get(path))
-
-    @staticmethod
-    def get_range(store: ObjPlace, path: str, *, start: int, length: int) -> bytes:
-        """Read part of an object."""
-        value = store.get(path)
-        if start and start >= len(value):
-            raise ObjError("Wanted range starting at too far")
-        return value[start : start + length]
-
-    @staticmethod
-    async def get_range_async(store: ObjPlace, path: str, *, start: int, length: int) -> bytes:
-        """Read part of an object."""
-        return SimObstore.get_range(store, path, start=start, length=length)
-
-    @staticmethod
-    async def head_async(store: ObjPlace, path: str) -> dict[str, int]:
-        """Return what an object is."""
-        return {"size": len(store.get(path))}
-
-    @staticmethod
-    def list(store: ObjPlace, root: str | None, *, chunk_size: int) -> Iterator[list[dict[str, object]]]:
-        """List objects."""
-        del chunk_size
-        store.request()
-        names = sorted(name for name in store.values if name.startswith(root or ""))
-        yield [
-            {"path": name, "size": len(store.values[name]), "last_modified": store.written[name]}
-            for name in names
-            if name in store.written
-        ]
-
-    @staticmethod
-    def delete(store: ObjPlace, paths: str | Sequence[str]) -> None:
-        """Remove objects."""
-        store.request()
-        store.is_honest = False  # the tier that deletes the oldest learns of it when it looks for a block
-        for path in [paths] if isinstance(paths, str) else paths:
-            store.values.pop(path, None)
-
-
-class _Result:
-    """What obstore returns for an object."""
-
-    def __init__(self, value: bytes) -> None:
-        self._value = value
-        self.meta = {"size": len(value)}
-
-    def bytes(self) -> bytes:
-        """Return its bytes."""
-        return self._value
-
-
 class ValkeyPlace(ServerPlace):
     """The valkey tier and its server.
 
@@ -249,10 +116,14 @@ class ValkeyPlace(ServerPlace):
     """
 
     present: ClassVar["ValkeyPlace"]
+    quota_tier: ClassVar[str] = "valkey"
 
     def __init__(self, weather: Weather) -> None:
         super().__init__(weather)
         self._ends_s: dict[bytes, float] = {}
+        # The same in all lives: the server keeps a value for as long as its writer has said.
+        self._sent_ttl_s = weather.rng.choice([0, 86_400, 30])
+        self.ttl_s = weather.rng.choice([None, self._sent_ttl_s or None])
 
     def build(
         self, config: OffloadingConfig, view: memoryview, settings: TierSettings
@@ -265,12 +136,19 @@ class ValkeyPlace(ServerPlace):
             settings,
             clock=self.weather.clock,
             url="redis://storm:6379",
-            ttl_s=rng.choice([0, 86_400, 30]),
+            ttl_s=self._sent_ttl_s,
+            renew_ttl=self.ttl_s is None,
             num_threads=rng.choice([1, 3]),
         )
 
-    def answer(self, words: Sequence[bytes]) -> bytes:
-        """Carry out a command and return its reply."""
+    def answer(self, words: Sequence[bytes], *, is_asking: bool = False) -> bytes:
+        """Carry out a command and return its reply.
+
+        Args:
+            words: of the command.
+            is_asking: whether ASKING stood before it, which only a cluster's nodes heed.
+        """
+        del is_asking
         verb, name = words[0], words[1] if len(words) > 1 else b""
         now_s = self.weather.clock()
         if self._ends_s.get(name, now_s + 1) <= now_s:
@@ -286,19 +164,34 @@ class ValkeyPlace(ServerPlace):
                 self._ends_s[name] = now_s + int(words[2]) / 1000
             return b":%d\r\n" % (name in self.values)
         if verb == b"UNLINK":
-            return b":%d\r\n" % (self.values.pop(name, None) is not None)
+            is_removed = self.values.pop(name, None) is not None
+            self.is_honest &= (
+                not is_removed
+            )  # what a quota takes the tier learns of when it looks for the block
+            return b":%d\r\n" % is_removed
+        if verb in PLACE_VERBS:
+            return self._describe(verb)
         value = self.find(name)
         if verb == b"STRLEN":
             return b":%d\r\n" % len(value or b"")
         return b"$-1\r\n" if value is None else b"$%d\r\n%b\r\n" % (len(value), value)
 
+    def _describe(self, verb: bytes) -> bytes:
+        """Answer what only a look at the whole server sends."""
+        if verb == b"SCAN":
+            names = [b"$%d\r\n%b\r\n" % (len(name), name) for name in self.values]
+            return b"*2\r\n$1\r\n0\r\n*%d\r\n%b" % (len(names), b"".join(names))
+        return b":0\r\n" if verb == b"OBJECT" else b"+OK\r\n"
+
     def _set(self, name: bytes, words: Sequence[bytes]) -> bytes:
         if self.happens("full"):
             return b"-OOM command not allowed\r\n"
+        if b"NX" in words[3:] and name in self.values:
+            return b"$-1\r\n"
         self.keep(name, words[2])
         self._ends_s.pop(name, None)
-        if len(words) > 3:
-            self._ends_s[name] = self.weather.clock() + int(words[4]) / 1000
+        if b"PX" in words[3:]:
+            self._ends_s[name] = self.weather.clock() + int(words[words.index(b"PX", 3) + 1]) / 1000
         return b"+OK\r\n"
 
 
@@ -306,20 +199,20 @@ class SimConnections:
     """Connections to a server in the same process.
 
     Args:
-        place: the server.
+        find: returns the server, or raises ConnectionRefusedError where there is none now.
     """
 
-    def __init__(self, place: ValkeyPlace) -> None:
-        self._place = place
+    def __init__(self, find: Callable[[], ValkeyPlace]) -> None:
+        self._find = find
         self._free: list[SimConnection] = []
 
     def take(self) -> "SimConnection":
         """Return a connection that has nothing to read."""
-        threads = self._place.weather.threads
-        threads.pause()
-        if self._place.happens("refused"):
+        place = self._find()
+        place.weather.threads.pause()
+        if place.happens("refused"):
             raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
-        return self._free.pop() if self._free else SimConnection(self._place)
+        return self._free.pop() if self._free else SimConnection(place)
 
     def give_back(self, connection: "SimConnection", *, is_clean: bool) -> None:
         """Keep a connection unless replies may still come on it."""
@@ -342,6 +235,7 @@ class SimConnection:
         self._place = place
         self._received = b""
         self._replies = bytearray()
+        self._is_asking = False
 
     def lend_socket(self) -> "SimConnection":
         """Return what has the calls of a socket."""
@@ -358,7 +252,12 @@ class SimConnection:
             sent = sent[: len(sent) // 2] or sent
         self._received += sent
         while (command := self._take_command()) is not None:
-            self._replies += place.answer(command)
+            if command == [b"ASKING"]:
+                self._is_asking = True
+                self._replies += b"+OK\r\n"
+            else:
+                self._replies += place.answer(command, is_asking=self._is_asking)
+                self._is_asking = False
         return len(sent)
 
     def recv_into(self, target: memoryview, num_bytes: int = 0, flags: int = 0) -> int:
@@ -395,12 +294,3 @@ class SimConnection:
             begin += length + 2
         self._received = self._received[begin:]
         return words
-
-
-def server_calls() -> list[tuple[object, str, object]]:
-    """Return what to replace while the storm runs, so that the clients meet the servers above."""
-    return [
-        (obj_client, "obstore", SimObstore),
-        (obj_client, "open_store", lambda _: ObjPlace.present),
-        (valkey_servers, "ServerConnections", lambda *_: SimConnections(ValkeyPlace.present)),
-    ]

@@ -7,24 +7,27 @@ weights have other bytes, so each load proves that nothing old is served.
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from kvtier.base import OffloadKey, ReqContext, make_offload_key
+from kvtier.base import OffloadKey, make_offload_key
 from kvtier.config import GroupKind, KVGroup, ModelIdentity, OffloadingConfig
-from kvtier.errors import ConfigError, TierError
+from kvtier.errors import ConfigError, ControlError, TierError
+from kvtier.tenants import HOST, NO_TENANT, tenant_number
 from kvtier.testing.clock import ManualClock
-from kvtier.testing.storm.engine import BLOCK_TOKENS, Phase, StormEngine, StormRequest, chain_hashes
-from kvtier.testing.storm.laws import (
-    BrokenLawError,
-    Router,
-    ThreadErrors,
-    WatchedTier,
-    block_of,
-    require_at_rest,
-    require_bounded,
+from kvtier.testing.storm.engine import (
+    BLOCK_TOKENS,
+    Params,
+    Phase,
+    StormEngine,
+    StormRequest,
+    chain_hashes,
 )
+from kvtier.testing.storm.laws import BrokenLawError, Router, ThreadErrors, WatchedTier, require_bounded
 from kvtier.testing.storm.memory import PAGE_BYTES, HostRows
 from kvtier.testing.storm.place import StormPlace, Weather
+from kvtier.testing.storm.secrecy import StormRing
+from kvtier.testing.storm.tenancy import HostWatch, Tenancy, draw_tenancy
 from kvtier.testing.storm.threads import WALL_START_S, SimThreads
 from kvtier.tiering.base import CascadeMode, TierSettings
 from kvtier.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
@@ -33,9 +36,6 @@ POLICIES = ("lru", "lru", "arc", "sieve", "s3fifo", "fifo", "mq", "hazard")
 MAX_REQUESTS = 6
 MAX_PROMPT_BLOCKS = 8
 NUM_STREAMS = 4
-RECOVERY_S = 120.0
-"""Longer than any pause of a breaker, of a key whose load failed, or of a server that was away."""
-
 MAX_SETTLE_STEPS = 600
 SETTLE_TICK_S = 0.5
 PATIENCE_STEPS = 300
@@ -56,12 +56,14 @@ class Shape:
         window_tokens: of a second KV group; None for one group.
         num_workers: workers.
         factor: device blocks in an offloaded block.
+        has_ring: whether its lives may encrypt.
     """
 
     places: tuple[PlaceMaker, ...]
     window_tokens: int | None
     num_workers: int
     factor: int
+    has_ring: bool
 
 
 class World:
@@ -72,8 +74,12 @@ class World:
         shape: what stays for all lives.
 
     Attributes:
+        shape: what stays for all lives.
         places: where the tiers' blocks are.
         engine: the present engine.
+        ring: its key ring; None where no life encrypts.
+        tenancy: what the present settings say of tenants.
+        tenant_of: the number of the tenant of each hash that a tenant's blocks have had.
         seen: how often what has happened.
     """
 
@@ -84,16 +90,21 @@ class World:
         self.errors = ThreadErrors()
         self.seen: Counter[str] = Counter()
         self.life = 0
-        self._shape = shape
+        self.shape = shape
         self._weather = Weather(rng, self.clock, self.wall_clock, self.threads)
         self._chains: list[list[bytes]] = []
         self._num_arrived = 0
         self._num_weights = 0
         self.places: list[StormPlace] = []
+        self.ring: StormRing | None = None
+        self.tenancy = Tenancy()
+        self.tenant_of: dict[bytes, int] = {}
 
     def begin(self) -> None:
         """Make the places and start the first engine; the simulated threads are installed."""
-        self.places = [make(self._weather) for make in self._shape.places]
+        self.places = [make(self._weather) for make in self.shape.places]
+        if self.shape.has_ring:
+            self.ring = StormRing(self.wall_clock)
         self._start()
 
     def close(self) -> None:
@@ -101,6 +112,8 @@ class World:
         self.threads.kill()
         for place in self.places:
             place.close()
+        if self.ring is not None:
+            self.ring.close()
 
     def wall_clock(self) -> float:
         """Return the simulated seconds since 1970."""
@@ -113,8 +126,7 @@ class World:
         rng = self.rng
         if len(self.engine.requests) >= MAX_REQUESTS:
             return
-        self._num_arrived += 1
-        name = b"%d" % self._num_arrived
+        name = b"%d" % (self._num_arrived + 1)
         if self._chains and rng.random() < 0.5:
             chain = self._chains[int(rng.random() * len(self._chains))]
             hashes = chain[: rng.randint(1, MAX_PROMPT_BLOCKS)]
@@ -131,7 +143,7 @@ class World:
         self._chains = [*self._chains[-11:], hashes]
         hints = rng.choice([None, None, None, None, {"skip_load": True}, {"max_load_tokens": 8}])
         max_tokens = num_tokens + rng.randint(1, 12)
-        self.engine.add(StormRequest(f"r{self._num_arrived}", hashes, num_tokens, max_tokens, hints))
+        self.add_request(hashes, num_tokens, max_tokens, self.tenancy.draw_name(rng), hints)
 
     def step(self) -> None:
         """The engine takes a step, beside threads and copies."""
@@ -170,13 +182,25 @@ class World:
             raise BrokenLawError("a reset has left blocks in host memory")
 
     def purge(self) -> None:
-        """An operator forgets the blocks of a tier, or of all."""
+        """An operator forgets the blocks of a tier, or of all; or those of one tenant there."""
         names = [None, ["host"], *([tier.get_tier_type()] for tier in self.tiers)]
-        self.manager.purge(names[int(self.rng.random() * len(names))])
+        number = None if self.tenancy.setting is None else self.rng.choice([None, *self.tenancy.numbers()])
+        with suppress(ControlError):  # a purge of other blocks is under way
+            self.manager.purge(names[int(self.rng.random() * len(names))], number)
 
     def forget_host(self) -> None:
         """Host memory forgets what is not in use, so that the tiers are asked."""
-        self.manager.purge(["host"])
+        with suppress(ControlError):  # a purge of a tenant's is under way
+            self.manager.purge(["host"])
+
+    def rekey(self) -> None:
+        """An operator makes a key, or drops one."""
+        if self.ring is None:
+            return
+        self.seen[self.ring.change(self.rng)] += 1
+        for tier in self.tiers:
+            tier.on_ring_changed()
+            tier.place.is_honest &= not tier.place.is_secret  # what was announced may be unreadable by now
 
     def pass_time(self) -> None:
         """Time goes by, now and then a lot of it."""
@@ -227,135 +251,96 @@ class World:
         """The engine is killed and started again."""
         self._end_life()
 
+    def is_faulted(self) -> bool:
+        """Return whether something may go wrong in the next operation."""
+        handlers = [handler for worker in self.engine.workers for handler in (worker.loads, worker.stores)]
+        return any(place.ratios for place in self.places) or any(
+            handler.num_to_fail or handler.num_to_decline for handler in handlers
+        )
+
+    def num_happened(self) -> int:
+        """Return how often faults of places have happened."""
+        return sum(place.happened[name] for place in self.places for name in place.fault_names)
+
     # What must hold
 
-    def check(self) -> None:
-        """Check what holds at any time."""
+    def check(self) -> dict[str, float]:
+        """Check what holds at any time, and return the manager's statistics."""
         self.manager.check()
-        laws = [*self.engine.broken_laws(), *self.errors.found]
+        laws = [*self.engine.broken_laws(), *self.errors.found, *self._weather.plain.broken_laws]
         if laws:
             raise BrokenLawError(laws[0])
         stats = self.manager.stats()
         require_bounded(stats, len(self.engine.requests), self.num_slots)
+        self.host_watch.check_sums(stats)
+        return stats
 
-    def settle(self) -> None:
-        """Repair everything: every request ends, every job is reported, every slot is free, tiers work again."""
+    def repair_all(self) -> None:
+        """Take every fault back."""
         for place in self.places:
             place.ratios.clear()
         for worker in self.engine.workers:
             for handler in (worker.loads, worker.stores):
                 handler.num_to_fail = handler.num_to_decline = 0
-        self._run_out()
-        self.clock.advance(RECOVERY_S)
-        self._run_out()
-        for request in self.engine.scheduler.records.latest:
-            request.check()
-        for tier in self.tiers:
-            if tier.open_jobs:
-                raise BrokenLawError(
-                    f"{len(tier.open_jobs)} jobs of {tier.get_tier_type()} were never reported"
-                )
-        require_at_rest(self.engine.scheduler.stats())
-        self._check_events()
-        self._check_everything_is_free()
-        self._check_tiers_serve()
 
-    def _run_out(self) -> None:
+    def run_out(self) -> None:
+        """Take steps until every request has ended and every job is reported."""
         for num_steps in range(MAX_SETTLE_STEPS):
-            self._calm_step()
+            self.calm_step()
             is_idle = not self.engine.requests and not any(tier.open_jobs for tier in self.tiers)
             if is_idle and not self.engine.scheduler.has_open_stores():
-                self._calm_step()
+                self.calm_step()
                 return
             if num_steps > PATIENCE_STEPS and self.engine.requests:
                 waiting = [f"{one.request_id} {one.phase.value}" for one in self.engine.requests.values()]
                 raise BrokenLawError(f"these wait for ever: {waiting}")
         raise BrokenLawError("jobs are open for ever")
 
-    def _calm_step(self) -> None:
+    def calm_step(self) -> None:
+        """Take a step in which all copies and threads get on."""
         self.engine.copy(self.rng, 1000)
         self.engine.step(64)
         self.router.read(self.engine.scheduler.take_events())
         self.threads.run_until_idle()
         self.clock.advance(SETTLE_TICK_S)
 
-    def _check_events(self) -> None:
-        """A block that was announced and not withdrawn is there, unless it was lost behind the tier's back."""
-        for position, (tier, place) in enumerate(zip(self.tiers, self._tier_places, strict=True)):
-            name = self._event_names[position]
-            believed = sorted(self.router.believed.get(name, ())) if place.is_honest else ()
-            for group, block_hash in believed:
-                is_held = self._lookup(tier, make_offload_key(block_hash, group))
-                if is_held is False and place.is_honest:  # a server sees what has expired only now
-                    raise BrokenLawError(f"{name} is believed to hold a block that it does not hold")
+    def add_request(
+        self, hashes: list[bytes], num_tokens: int, max_tokens: int, name: object, hints: Params = None
+    ) -> None:
+        """Let a request come.
 
-            for group, block_hash in believed[:3] if place.is_honest else ():
-                self._check_loadable(name, make_offload_key(block_hash, group))
-        self._run_out()
-
-    def _check_loadable(self, name: str, key: OffloadKey) -> None:
-        """A block that is announced can be loaded, and not only found."""
-        self.manager.purge(["host"])
-        request = ReqContext("loadable")
-        answer = None
-        for _ in range(40):
-            answer = self.manager.lookup(key, request)
-            self.manager.end_step()
-            if answer is not None:
-                break
-            self.threads.run_until_idle()
-            self.clock.advance(0.01)
-        self.manager.request_finished(request)
-        self.router.read(self.engine.scheduler.take_events())
-        if answer is not True and block_of(key) in self.router.believed.get(name, ()):
-            raise BrokenLawError(f"{name} is believed to hold a block that cannot be loaded")
-
-    def _check_everything_is_free(self) -> None:
-        """Nothing is pinned when nothing is under way: as many new blocks as there are slots find room."""
-        keys = [make_offload_key(b"filler %9d" % slot, 0) for slot in range(self.num_slots)]
-        request = ReqContext("filler")
-        output = self.manager.prepare_store(keys, request)
-        if output is None or len(output.keys_to_store) < len(keys):
-            raise BrokenLawError("slots stay pinned when nothing is under way")
-        self.manager.complete_store(keys, request, success=False)
-        self.manager.request_finished(request)
-
-    def _check_tiers_serve(self) -> None:
-        """What some tier holds is served, now that all of them work."""
+        Args:
+            hashes: of all blocks that it may have.
+            num_tokens: length of its prompt.
+            max_tokens: length at which it ends.
+            name: its tenant, as it gives it; None for none.
+            hints: what it asks for besides.
+        """
         self._num_arrived += 1
-        hashes = chain_hashes((), [b"recovery %d %d" % (self._num_arrived, block) for block in range(4)])
-        length = 3 * BLOCK_TOKENS
-        self._serve(hashes, length)
-        self.clock.advance(RECOVERY_S)
-        self._run_out()
-        self.manager.purge(["host"])
-        keys = [
-            make_offload_key(block_hash, group)
-            for block_hash in hashes[self._shape.factor - 1 : 3 : self._shape.factor]
-            for group in range(len(self.engine.scheduler.layouts))
-        ]
-        are_held = all(any(self._lookup(tier, key) for tier in self.tiers) for key in keys)
-        if are_held and keys:
-            self.seen["asked again"] += 1
-            num_before = self.engine.seen["load good"]
-            self._serve(hashes, length)
-            if len(keys) <= self.num_slots and self.engine.seen["load good"] == num_before:
-                raise BrokenLawError("a tier holds the blocks of a prompt, and all of it is computed")
+        params = hints if name is None else {**(hints or {}), "tenant": name}
+        is_served = self.tenancy.is_served(name)
+        tenant = self.tenancy.find(name) if is_served else NO_TENANT
+        for block_hash in hashes if tenant.number else ():
+            self.tenant_of[tenant.own_hash(block_hash)] = tenant.number
+        self.engine.add(
+            StormRequest(
+                f"r{self._num_arrived}",
+                hashes,
+                num_tokens,
+                max_tokens,
+                params,
+                tenant=tenant.name.encode(),
+                is_served=is_served,
+            )
+        )
 
-    def _serve(self, hashes: list[bytes], num_tokens: int) -> None:
-        self._num_arrived += 1
-        self.engine.add(StormRequest(f"r{self._num_arrived}", hashes, num_tokens, num_tokens + 1))
-        self._run_out()
+    def name_blocks(self, label: bytes, num_blocks: int) -> list[bytes]:
+        """Return what a prompt's blocks are called that no request had before."""
+        return [b"%b %d %d" % (label, self._num_arrived + 1, block) for block in range(num_blocks)]
 
-    def _lookup(self, tier: WatchedTier, key: OffloadKey) -> bool | None:
-        request = ReqContext("probe")
-        for _ in range(20):
-            answer = tier.lookup(key, request)
-            if answer is not None:
-                return answer
-            tier.end_step()
-            self.threads.run_until_idle()
-        return None
+    def key_of(self, group: int, block_hash: bytes) -> OffloadKey:
+        """Return the key of a block that an event names."""
+        return make_offload_key(block_hash, group, self.tenant_of.get(block_hash, 0))
 
     # Lives
 
@@ -365,6 +350,8 @@ class World:
     def _end_life(self) -> None:
         for place in self.places:
             place.crash()
+        for tier in self.tiers:
+            tier.on_killed()
         self.threads.kill()
         for place in self.places:
             place.on_killed()
@@ -374,21 +361,28 @@ class World:
         self._start()
 
     def _start(self) -> None:
-        rng, shape = self.rng, self._shape
+        rng, shape = self.rng, self.shape
         self.num_slots = rng.choice([3, 5, 8, 14, 40])
-        config = self._make_config()
         rows = HostRows(self.num_slots, shape.num_workers, shape.factor)
-        policy = rng.choice(POLICIES)
+        row_bytes = rows.rows.shape[1]
+        config = self._make_config(row_bytes)
+        ttl_s = rng.choice([None, None, None, 3.0, 30.0])
         primary = CPUPrimaryTierOffloadingManager(
-            self.num_slots, rows, policy, enable_events=True, clock=self.clock
+            self.num_slots,
+            rows,
+            rng.choice(POLICIES),
+            enable_events=True,
+            clock=self.clock,
+            ttl_s=ttl_s,
+            tenants=self.tenancy.tenants,
         )
+        self.host_watch = HostWatch(primary.manager, self.tenancy.tenants, row_bytes, ttl_s, self.clock)
         self.tiers: list[WatchedTier] = []
-        self._tier_places: list[StormPlace] = []
         order = list(self.places)
         rng.shuffle(order)
         for place in order:
             self._build(place, config, primary.get_kv_memoryview())
-        self._event_names = event_names(self.tiers)
+        self.event_names = event_names(self.tiers)
         self.manager = TieringOffloadingManager(
             primary,
             self.tiers,
@@ -407,11 +401,12 @@ class World:
             1 + num_groups * rng.choice([16, 24, 60]),
             self._model * 10_000,
             (self.clock, self.wall_clock),
+            self._weather.plain.pages,
         )
         self.router = Router()
 
-    def _make_config(self) -> OffloadingConfig:
-        rng, shape = self.rng, self._shape
+    def _make_config(self, row_bytes: int) -> OffloadingConfig:
+        rng, shape = self.rng, self.shape
         self._model = 1 if rng.random() < 0.9 else 2
         page_bytes = PAGE_BYTES
         groups = [KVGroup(BLOCK_TOKENS, ("layer",), page_bytes)]
@@ -419,7 +414,7 @@ class World:
             groups.append(
                 KVGroup(BLOCK_TOKENS, ("window",), page_bytes, GroupKind.WINDOW, shape.window_tokens)
             )
-        extra: dict[str, object] = {}
+        extra = self._draw_extra(row_bytes)
         if shape.factor > 1:
             extra["block_size"] = BLOCK_TOKENS * shape.factor
         return OffloadingConfig(
@@ -431,20 +426,44 @@ class World:
             extra_config=extra,
         )
 
+    def _draw_extra(self, row_bytes: int) -> dict[str, object]:
+        """Draw tenants and encryption; a ring that is there has changed now and then when the engine starts."""
+        keeping = {place.quota_tier: place.header_bytes for place in self.places if place.quota_tier}
+        block_bytes = {HOST: row_bytes} | {tier: header + row_bytes for tier, header in keeping.items()}
+        self.tenancy = draw_tenancy(self.rng, block_bytes)
+        extra: dict[str, object] = {"tenant_salt": self.tenancy.salt} if self.tenancy.salt else {}
+        if self.tenancy.setting is not None:
+            extra["tenants"] = self.tenancy.setting
+            extra["secondary_tiers"] = [{"type": name} for name in keeping]
+        self._is_encrypted = self.ring is not None and self.rng.random() < 0.7
+        if self.ring is not None:
+            if self.rng.random() < 0.5:
+                self.seen[self.ring.change(self.rng)] += 1
+            if self._is_encrypted:
+                extra["encryption"] = {"key_file": str(self.ring.path)}
+        return extra
+
+    def _list_keyless(self) -> frozenset[int]:
+        """Return the numbers of the tenants whose keys were dropped."""
+        dropped = () if self.ring is None else self.ring.dropped_tenants()
+        return frozenset(map(tenant_number, dropped))
+
     def _build(self, place: StormPlace, config: OffloadingConfig, view: memoryview) -> None:
         """Build a tier; one that cannot start is left out, as the spec does."""
         held, place.ratios = place.ratios, {}
+        settings = self._draw_settings()
+        place.is_secret = place.can_encrypt and self._is_encrypted and settings.encryption
         try:
-            inner = place.build(config, view, self._draw_settings())
-        except (ConfigError, TierError):
+            inner = place.build(config, view, settings)
+        except (ConfigError, TierError) as error:
+            if isinstance(error, ConfigError) and error.setting in {"encryption", "key_file"}:
+                raise BrokenLawError("a tier does not start with the ring") from error
             self.seen["left out"] += 1
             return
         finally:
             place.ratios = held
         place.is_honest = True
-        may_lie = "repeat_ratio" in place.fault_names
-        self.tiers.append(WatchedTier(inner, may_lie=may_lie))
-        self._tier_places.append(place)
+        self.tiers.append(WatchedTier(inner, place, self._list_keyless() if place.is_secret else frozenset()))
 
     def _draw_settings(self) -> TierSettings:
         rng = self.rng
@@ -459,6 +478,8 @@ class World:
             settings = replace(settings, fill=True)
         if rng.random() < 0.2:
             settings = replace(settings, store_threshold=2)
+        if rng.random() < 0.2:
+            settings = replace(settings, encryption=False)
         return settings
 
 

@@ -26,6 +26,10 @@ NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 NO_TARGET = (StoreOutcome.NO_ROOM, StoreOutcome.NO_RECYCLED)
 
+MAX_ROOM_ATTEMPTS = 8
+"""Attempts to reserve room for one task. Fewer decline a task whose room others take while there is more to evict; more
+keep a thread that moves nothing else waiting."""
+
 FOLDER_ATTEMPTS = 3
 """How often folders are made for one block: ``rm -rf`` of a directory may remove them again. More would pin the row
 longer in a directory that is being removed; fewer would fail stores that a moment later succeed."""
@@ -153,10 +157,12 @@ class BlockWriter:
     def _reserve(self, reservation: Reservation, namespace: FSNamespace, num_blocks: int) -> bool:
         """Reserve targets for as many of ``num_blocks`` as there is room for, after an eviction if need be.
 
-        Return False when there is none because the shared count cannot be changed.
+        Return False when there is none because the shared count cannot be changed. Another task may take what was
+        evicted for this one: while evictions give something, it tries again.
         """
         block_bytes = self._directory.block_bytes
-        for is_last_try in (False, True):
+        is_last_try = False
+        for attempt in range(MAX_ROOM_ATTEMPTS):
             num_missing = num_blocks - len(reservation.targets)
             recycled = self._recycled.take(num_missing, namespace.name)
             grant = self._usage.reserve(num_missing - len(recycled), block_bytes)
@@ -167,7 +173,8 @@ class BlockWriter:
                 return bool(reservation.targets)
             if num_missing <= 0 or is_last_try:
                 break
-            self._evictor.make_room(num_missing * block_bytes)
+            has_evicted = self._evictor.make_room(num_missing * block_bytes)
+            is_last_try = not has_evicted or attempt + 2 == MAX_ROOM_ATTEMPTS
         return True
 
     def _add_headers(

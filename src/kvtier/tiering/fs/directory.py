@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.base import OffloadKey, get_offload_tenant
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, PlaceError
 from kvtier.tiering.fs.block_file import BlockFiles
 from kvtier.tiering.fs.expiry import BlockExpiry
 from kvtier.tiering.fs.file_support import FileSupport, detect_file_support
@@ -125,7 +125,7 @@ def open_directory(
         support = detect_file_support(settings.root_dir, scratch_path, settings.file_mode, calls)
     except OSError as error:
         remedy = f"cannot be written ({error}): give a directory that this user may write"
-        raise ConfigError("root_dir", str(settings.root_dir), remedy) from error
+        raise PlaceError("root_dir", str(settings.root_dir), remedy) from error
     require_private(settings)
     require_no_shrinking(settings, owner, wall_clock())
     support = choose_support(settings, support, are_rows_aligned=is_aligned(rows))
@@ -176,7 +176,7 @@ def require_private(settings: FSSettings) -> None:
     for folder in (settings.root_dir, settings.root_dir / TEMPORARY_NAME):
         refusal = find_refusal(folder, settings.file_mode)
         if refusal is not None:
-            raise ConfigError("root_dir", str(folder), refusal)
+            raise PlaceError("root_dir", str(folder), refusal)
 
 
 def require_no_shrinking(settings: FSSettings, here: Owner, now_s: float) -> None:
@@ -190,7 +190,7 @@ def require_no_shrinking(settings: FSSettings, here: Owner, now_s: float) -> Non
     record = read_record(settings.root_dir / USAGE_NAME)
     reason = explain_shrinking(settings.capacity_bytes, record, here, now_s)
     if reason is not None:
-        raise ConfigError("capacity_bytes", settings.capacity_bytes, reason)
+        raise PlaceError("capacity_bytes", settings.capacity_bytes, reason)
 
 
 def choose_support(settings: FSSettings, found: FileSupport, *, are_rows_aligned: bool) -> FileSupport:

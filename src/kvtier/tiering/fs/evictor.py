@@ -137,6 +137,7 @@ class Evictor:
         self._walked_s: float | None = None
         self._walk_took_s = 0.0
         self._freed_since_walk_bytes = 0
+        self._evicted_bytes = 0  # since the start, for writers that compare it
         self._num_found_blocks = 0
         # Whether blocks were written during the last recount, which may have counted them twice.
         self._is_count_rough = False
@@ -169,8 +170,8 @@ class Evictor:
         if has_work:
             self._start_round()
 
-    def make_room(self, num_bytes: int, *, is_disk_full: bool = False) -> None:
-        """Wait, a quarter of a second at most, until an eviction has been tried.
+    def make_room(self, num_bytes: int, *, is_disk_full: bool = False) -> bool:
+        """Wait, a quarter of a second at most, until an eviction has been tried; return whether any gave something.
 
         Args:
             num_bytes: what is to be written.
@@ -178,6 +179,7 @@ class Evictor:
                 the count says: a disk filled by others shrinks the tier instead of stopping it.
         """
         request = RoomRequest(num_bytes, is_disk_full)
+        evicted_bytes = self._evicted_bytes
         with self._changed:
             enough_rounds = self._num_rounds + (2 if self._is_running else 1)
             self._requests.append(request)
@@ -186,6 +188,7 @@ class Evictor:
             self._changed.wait_for(lambda: self._is_closed or self._num_rounds >= enough_rounds, ROOM_WAIT_S)
             # A round takes the requests that it serves; one that was not served ends with its writer.
             self._requests = [other for other in self._requests if other is not request]
+        return self._evicted_bytes > evicted_bytes
 
     def shutdown(self, timeout_s: float) -> bool:
         """End the thread; False when it had not ended after ``timeout_s``; idempotent."""
@@ -347,6 +350,7 @@ class Evictor:
             if batch.num_tried == 0 and not (may_walk and self._candidates.is_lacking()):
                 return
             excess_bytes -= batch.num_bytes
+            self._evicted_bytes += batch.num_bytes
             self._freed_since_walk_bytes += batch.num_bytes
             has_just_walked = has_just_walked and batch.num_bytes == 0
 

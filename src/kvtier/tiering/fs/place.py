@@ -15,11 +15,12 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from kvtier.base import OffloadKey, get_offload_tenant
 from kvtier.errors import ConfigError, TierError
 from kvtier.settings import parse_settings
+from kvtier.tiering.fs.file_check import FileCheck, check_file
 from kvtier.tiering.fs.folders import (
     FOLDER_PATTERNS,
     LOCK_NAME,
@@ -38,18 +39,15 @@ from kvtier.tiering.fs.settings import NO_LIMIT_BYTES, FSSettings, explain_shrin
 from kvtier.tiering.fs.shared_usage import SharedUsage, UsageRecord, read_record
 from kvtier.tiering.fs.system import Owner, current_owner
 from kvtier.tiering.fs.tenant_usage import forget_table
-from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES, Envelope, unpack
 from kvtier.tiering.kit.place import (
     FAULTS_OF_PLACE,
     Amount,
     BlockState,
-    Opener,
     Place,
     PlaceBlock,
     PlaceNamespace,
     PlaceSummary,
     TierFinding,
-    check_bytes,
 )
 
 TIER_TYPE = "fs"
@@ -113,15 +111,19 @@ class FSPlace(Place):
         )
 
     def check(self, block: PlaceBlock) -> BlockState:
-        found = _read_and_check(block, self.opener)
+        found = self._check_once(block)
         for _ in range(MAX_ATTEMPTS - 1):
             if found.state not in FAULTS_OF_PLACE:
                 return found.state
-            again = _read_and_check(block, self.opener)
+            again = self._check_once(block)
             if again.state not in FAULTS_OF_PLACE or again.inode == found.inode:
                 return again.state
             found = again
         return BlockState.BEING_WRITTEN
+
+    def _check_once(self, block: PlaceBlock) -> FileCheck:
+        name = parse_block_name(Path(block.address).name)
+        return check_file(block.address, block.namespace, name, self.opener)
 
     def begin_removal(self) -> None:
         if not os.access(self._root, os.W_OK | os.X_OK):
@@ -234,58 +236,6 @@ def _probe_access(root: Path, settings: FSSettings) -> list[TierFinding]:
         for path, refusal in refusals.items()
         if refusal is not None
     ]
-
-
-class _Reading(NamedTuple):
-    """What one reading of a file found.
-
-    Attributes:
-        state: whether it is what its name says.
-        inode: device and inode of the file, (0, 0) when it could not be read.
-    """
-
-    state: BlockState
-    inode: tuple[int, int] = (0, 0)
-
-
-def _read_and_check(block: PlaceBlock, opener: Opener | None) -> _Reading:
-    name = parse_block_name(Path(block.address).name)
-    try:
-        fd = os.open(block.address, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return _Reading(BlockState.GONE)
-    except OSError:
-        return _Reading(BlockState.UNREADABLE)
-    try:
-        status = os.fstat(fd)
-        whole = memoryview(_read_all(fd, _count_sensible_bytes(fd, status.st_size)))
-        # Engines read past the page cache or by themselves: what only this command reads need not stay in it.
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    except OSError:
-        return _Reading(BlockState.UNREADABLE)
-    finally:
-        os.close(fd)
-    state = check_bytes(whole, whole[HEADER_PAGE_BYTES:], block.namespace, name, opener)
-    return _Reading(state, (status.st_dev, status.st_ino))
-
-
-def _count_sensible_bytes(fd: int, num_bytes: int) -> int:
-    """Return how much of a file is to be read: no more than its header where that tells another length.
-
-    A file of holes may be longer than memory.
-    """
-    header = unpack(os.pread(fd, HEADER_PAGE_BYTES, 0))
-    is_sensible = isinstance(header, Envelope) and HEADER_PAGE_BYTES + header.stored_bytes == num_bytes
-    return num_bytes if is_sensible else min(num_bytes, HEADER_PAGE_BYTES)
-
-
-def _read_all(fd: int, num_bytes: int) -> bytes:
-    parts = []
-    done = 0
-    while done < num_bytes and (part := os.pread(fd, num_bytes - done, done)):
-        parts.append(part)
-        done += len(part)
-    return b"".join(parts)
 
 
 def _as_place_block(block: BlockFile) -> PlaceBlock:

@@ -13,6 +13,7 @@ Source: XXH3 is described at https://github.com/Cyan4973/xxHash; it finds accide
 """
 
 import struct
+from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple, TypeAlias
 
@@ -307,6 +308,14 @@ def check_block(
     if num_stored != len(payload) or checksum != xxhash.xxh3_128_digest(payload):
         return HeaderCheck.DAMAGED
     return HeaderCheck.OK
+
+
+def digest_pieces(pieces: Iterable[Buffer]) -> bytes:
+    """Return the checksum of a plain payload that comes in pieces."""
+    digest = xxhash.xxh3_128()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.digest()
 
 
 def _read_fields(header: Buffer) -> _Fields | HeaderCheck:

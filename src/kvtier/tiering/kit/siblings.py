@@ -176,7 +176,7 @@ def describe_siblings(
     for name, document in documents:
         try:
             found = differences(document, own.document)
-        except (ValueError, NamespaceDocumentError):
+        except (ValueError, RecursionError, NamespaceDocumentError):  # what others have written is input
             continue
         detail = {"namespace": name[:8]}
         for one in found[:MAX_FIELDS]:

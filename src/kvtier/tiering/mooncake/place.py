@@ -1,8 +1,9 @@
 """The values of a Mooncake store without an engine: what is there, whether it is whole, and its removal.
 
 Clients cannot list a store. Its master can: the page that serves its metrics has the names of all values, and their
-lengths. Names say whose block it is; what a namespace is in words stands nowhere in the store, and values have no
-times. A value that a reader has leased, for some seconds after each look, is not removed before its lease ends.
+lengths. Names say whose block it is, and values have no times. What a namespace is in words stands in values of its
+own, which only a client can read: the store is joined where there are any. A value that a reader has leased, for some
+seconds after each look, is not removed before its lease ends.
 """
 
 import json
@@ -29,6 +30,7 @@ from kvtier.tiering.kit.place import (
 )
 from kvtier.tiering.kit.purging import Removed
 from kvtier.tiering.mooncake.client import MooncakeClient, ScatterLists
+from kvtier.tiering.mooncake.descriptions import DESCRIPTION_NAMES, DescriptionBuffer
 from kvtier.tiering.mooncake.errors import ABSENT, Code, name_of
 from kvtier.tiering.mooncake.headers import address_of
 from kvtier.tiering.mooncake.native import TIER_TYPE
@@ -84,8 +86,10 @@ class MooncakePlace(Place):
         self._num_leased = 0
 
     def namespaces(self) -> list[PlaceNamespace]:
-        found = {match[1] for name in self._list_names() if (match := _NAME.fullmatch(name))}
-        return [PlaceNamespace(name) for name in sorted(found)]
+        names = self._list_names()
+        found = {match[1] for name in names if (match := _NAME.fullmatch(name))}
+        documents = dict(self._descriptions(names).values())
+        return [PlaceNamespace(name, documents.get(name, "")) for name in sorted(found)]
 
     def blocks(self, namespaces: Collection[str] | None = None) -> Iterator[PlaceBlock]:
         self._foreign = Amount()
@@ -93,7 +97,7 @@ class MooncakePlace(Place):
         for name in self._list_names():
             match = _NAME.fullmatch(name)
             if match is None:
-                self._foreign = self._foreign.plus(1, 0)
+                self._foreign = self._foreign.plus(name not in DESCRIPTION_NAMES, 0)
             elif namespaces is None or match[1] in namespaces:
                 wanted.append(name)
         for begin in range(0, len(wanted), BATCH_NAMES):
@@ -114,22 +118,16 @@ class MooncakePlace(Place):
     def remove(self, blocks: Sequence[PlaceBlock], *, unless_changed: bool) -> Amount:
         removed = Amount()
         sizes = {block.address: block.num_bytes for block in blocks}
-        left = list(sizes)
-        for attempt in range(int(LEASE_S / RETRY_S) + 1):
-            if attempt:
-                self._pause(RETRY_S)
-            answers = self._join(0).remove(left)
-            for name, answer in zip(left, answers, strict=True):
-                removed = removed.plus(answer == Code.OK, sizes[name] if answer == Code.OK else 0)
-            left = [
-                name for name, answer in zip(left, answers, strict=True) if answer == Code.OBJECT_HAS_LEASE
-            ]
-            if not left:
-                break
-        self._num_leased += len(left)
+        for name, is_removed in self._remove_names(list(sizes)).items():
+            removed = removed.plus(is_removed, sizes[name] if is_removed else 0)
         return removed
 
     def end_removal(self, namespaces: Collection[str]) -> None:
+        if namespaces:
+            names = self._list_names()
+            gone = set(namespaces) - {match[1] for name in names if (match := _NAME.fullmatch(name))}
+            described = self._descriptions(names).items()
+            self._remove_names([name for name, (namespace, _) in described if namespace in gone])
         if self._num_leased:
             text = f"{self._num_leased} blocks are in use by readers and stay, the others are removed: try again later"
             raise TierError(TIER_TYPE, text)
@@ -138,6 +136,42 @@ class MooncakePlace(Place):
         if self._client is not None:
             self._client.close()
             self._client = None
+
+    def require_page(self) -> None:
+        """Check that the master's page answers.
+
+        Raises:
+            TierError: it does not.
+        """
+        self._list_names()
+
+    def _remove_names(self, names: Sequence[str]) -> dict[str, bool]:
+        """Return which names were removed; those that are leased are tried until a lease has ended."""
+        is_removed = dict.fromkeys(names, False)
+        left = list(names)
+        for attempt in range(int(LEASE_S / RETRY_S) + 1):
+            if not left:
+                break
+            if attempt:
+                self._pause(RETRY_S)
+            answers = dict(zip(left, self._join(0).remove(left), strict=True))
+            is_removed |= {name: answer == Code.OK for name, answer in answers.items()}
+            left = [name for name, answer in answers.items() if answer == Code.OBJECT_HAS_LEASE]
+        self._num_leased += len(left)
+        return is_removed
+
+    def _descriptions(self, names: Collection[str]) -> dict[str, tuple[str, str]]:
+        """Return namespaces and their documents by the names of the values; none where the store lets no client in."""
+        if set(names).isdisjoint(DESCRIPTION_NAMES):
+            return {}
+        buffer = DescriptionBuffer()
+        client = self._make_client(self._settings, (buffer.memory,), time.monotonic)
+        try:
+            return buffer.read_each(client)
+        except TierError:
+            return {}
+        finally:
+            client.close()
 
     def _list_names(self) -> list[str]:
         return self._read("/get_all_keys").decode("utf-8", "replace").splitlines()
@@ -210,7 +244,7 @@ def open_mooncake_place(own: Mapping[str, object]) -> MooncakePlace:
         own = {**own, "master": master.removeprefix(SCHEME).rstrip("/")}
     settings = parse_settings(MooncakeSettings, own, f"tier {TIER_TYPE!r}")
     place = MooncakePlace(settings, MooncakeClient)
-    place.namespaces()
+    place.require_page()
     return place
 
 

@@ -25,9 +25,17 @@ from kvtier.tiering.kit.envelope import (
 from kvtier.tiering.kit.io_pool import TransferOutcome
 from kvtier.tiering.kit.losses import BackendLosses
 from kvtier.tiering.kit.purging import Batches
+from kvtier.tiering.kit.siblings import SiblingNamespaces
 from kvtier.tiering.mooncake.client import MooncakeClient, ScatterLists
+from kvtier.tiering.mooncake.descriptions import (
+    FIRST_PAUSE_S,
+    Describer,
+    DescriptionBuffer,
+    MooncakeSiblings,
+)
 from kvtier.tiering.mooncake.errors import ABSENT, HELD, NO_ROOM, Code, is_known, name_of
 from kvtier.tiering.mooncake.headers import HeaderPool, HeaderSlots, address_of
+from kvtier.tiering.mooncake.native import TIER_TYPE
 from kvtier.tiering.mooncake.place import remove_namespace
 
 
@@ -37,10 +45,12 @@ class MooncakeNamespace:
 
     Attributes:
         identity: what makes its blocks its own: model, layout, epoch.
+        is_new: whether a reset made it. Such a one is not described: nothing but its age tells it from that before.
         format: how they are written.
     """
 
     identity: Namespace
+    is_new: bool = False
     format: BlockFormat = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -129,18 +139,28 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
     """Stores and loads some blocks at a time.
 
     Args:
-        client: the connection; the rows and the headers are registered with it.
+        client: the connection; the rows, the headers and the descriptions are registered with it.
         rows: the primary's.
         headers: room for envelopes.
         clock: seconds, monotonic.
+        descriptions: room for one to write and one to read.
 
     Attributes:
         losses: why blocks are gone.
+        siblings: the other namespaces there.
     """
 
     def __init__(
-        self, client: MooncakeClient, rows: Rows, headers: HeaderPool, clock: Callable[[], float]
+        self,
+        client: MooncakeClient,
+        rows: Rows,
+        headers: HeaderPool,
+        clock: Callable[[], float],
+        descriptions: tuple[DescriptionBuffer, DescriptionBuffer],
     ) -> None:
+        self._describer = Describer(descriptions[0], client, clock)
+        place = MooncakeSiblings(descriptions[1], client)
+        self.siblings = SiblingNamespaces(TIER_TYPE, place, clock, FIRST_PAUSE_S)
         self.losses = BackendLosses("mooncake", clock)
         self._client = client
         self._rows = rows
@@ -151,7 +171,7 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
         self._value_bytes = ENVELOPE_BYTES + rows.row_bytes
 
     def open_namespace(self, identity: Namespace, *, is_new: bool) -> MooncakeNamespace:
-        return MooncakeNamespace(identity)
+        return MooncakeNamespace(identity, is_new)
 
     def check_reachable(self) -> None:
         self._client.exist([REACHABILITY_NAME])
@@ -166,7 +186,11 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
         answers = self._client.exist([names[key] for key in asked])
         self._note_unknown(answers)
         self._counters.add(lookup_errors=sum(answer < 0 for answer in answers))
-        return [key for key, answer in zip(asked, answers, strict=True) if answer == 1]
+        held = [key for key, answer in zip(asked, answers, strict=True) if answer == 1]
+        if len(held) < len(asked):
+            there = frozenset(held)
+            self.siblings.look_for(namespace.identity, [key for key in asked if key not in there])
+        return held
 
     def store(
         self, namespace: MooncakeNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
@@ -188,7 +212,10 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
                 header_slots, [slot for _, slot, _ in todo], is_scratch=block_format.is_encrypted
             )
             answers = self._client.put([name for _, _, name in todo], scatter_lists)
-        return self._count_stored([key for key, _, _ in todo], answers)
+        outcome = self._count_stored([key for key, _, _ in todo], answers)
+        if outcome.succeeded and not namespace.is_new:
+            self._describer.describe(namespace.identity)
+        return outcome
 
     def load(
         self, namespace: MooncakeNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
@@ -303,6 +330,8 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
     def _count_stored(self, keys: Sequence[OffloadKey], answers: Sequence[int]) -> TransferOutcome:
         succeeded = [key for key, answer in zip(keys, answers, strict=True) if answer in HELD]
         self.losses.on_stored(succeeded)
+        if self.siblings.found:
+            self.siblings.forget(succeeded)
         failed = Counter(answer for answer in answers if answer not in HELD and answer not in NO_ROOM)
         self._log_failed("stored", failed)
         self._note_unknown(answers)

@@ -19,6 +19,7 @@ from kvtier.tiering.kit.backend import rows_of
 from kvtier.tiering.kit.place import PlaceTier, ProbedTier, TierFinding
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 from kvtier.tiering.mooncake.client import MooncakeClient
+from kvtier.tiering.mooncake.descriptions import DescriptionBuffer
 from kvtier.tiering.mooncake.headers import HeaderPool
 from kvtier.tiering.mooncake.native import TIER_TYPE, knock
 from kvtier.tiering.mooncake.place import MooncakePlace, open_mooncake_place
@@ -75,9 +76,11 @@ class MooncakeTier(ThreadedTier[MooncakeNamespace], PlaceTier, ProbedTier, MissE
         num_threads = mooncake_settings.num_threads
         is_encrypting = config.settings.encryption is not None and settings.encryption
         headers = HeaderPool(num_threads, task_blocks, rows.row_bytes if is_encrypting else 0)
-        client = MooncakeClient(mooncake_settings, (rows.flat, headers.memory), clock)
-        store = MooncakeBlockStore(client, rows, headers, clock)
-        self._losses = store.losses
+        descriptions = (DescriptionBuffer(), DescriptionBuffer())
+        memories = (rows.flat, headers.memory, *(one.memory for one in descriptions))
+        client = MooncakeClient(mooncake_settings, memories, clock)
+        store = MooncakeBlockStore(client, rows, headers, clock, descriptions)
+        self._losses, self._siblings = store.losses, store.siblings
         super().__init__(
             config,
             primary_kv_view,
@@ -115,7 +118,7 @@ class MooncakeTier(ThreadedTier[MooncakeNamespace], PlaceTier, ProbedTier, MissE
         self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
     ) -> Miss | None:
         del req_context
-        return self.explain_keyless(key) or self._losses.explain(key)
+        return self.explain_keyless(key) or self._losses.explain(key) or self._siblings.explain(key)
 
     def reset(self, epoch: bytes) -> None:
         super().reset(epoch)

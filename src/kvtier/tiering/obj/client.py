@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
-from kvtier.errors import ConfigError, KVTierError, MissingExtraError, TierError, shorten
+from kvtier.errors import ConfigError, KVTierError, MissingExtraError, PlaceError, TierError, shorten
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, Buffer
 from kvtier.tiering.kit.health import BackendHealth
 from kvtier.tiering.obj.errors import (
@@ -207,6 +207,8 @@ class Client:
         """
 
         async def ask(path: str) -> int:
+            if self._is_endless(path):
+                return 0  # the client opens a file to tell its length
             meta = await obstore.head_async(self._store, path)
             is_over = self._expiry is not None and self._expiry.is_over(meta["last_modified"])
             return OVER if is_over else meta["size"]
@@ -217,6 +219,8 @@ class Client:
         """Return the beginnings of those objects that exist, likewise."""
 
         async def ask(path: str) -> memoryview:
+            if self._is_endless(path):
+                return memoryview(b"")
             return memoryview(await obstore.get_range_async(self._store, path, start=0, length=max_bytes))
 
         return self._request_each(paths, ask)
@@ -270,6 +274,8 @@ class Client:
 
     def _replace_if_over(self, path: str, buffers: Sequence[Buffer]) -> bool:
         """Write an object in place of one that is over; False when that is not."""
+        if self._is_endless(path):
+            return False
         with suppress(FileNotFoundError):
             meta = obstore.head(self._store, path)
             if self._expiry is None or not self._expiry.is_over(meta["last_modified"]):
@@ -422,7 +428,8 @@ def _make_directory(path: Path) -> Path:
     try:
         make_private_folders(path)
     except OSError as error:
-        raise ConfigError("url", f"file://{path}", f"cannot be made: {error.strerror}") from error
+        remedy = f"cannot be made ({error.strerror}): give a directory that this user may write"
+        raise PlaceError("url", f"file://{path}", remedy) from error
     return path
 
 

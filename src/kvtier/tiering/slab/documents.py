@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+import stat
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -36,8 +37,7 @@ def document_path(slab_path: Path) -> Path:
 def read_documents(path: Path) -> dict[str, str]:
     """Return the documents in a file by the names of their namespaces; none where it cannot be read."""
     try:
-        with path.open("rb") as file:
-            text = file.read(MAX_FILE_BYTES).decode("utf-8")
+        text = _read_regular(path).decode("utf-8")
         found = json.loads(text)
     except (OSError, ValueError, RecursionError):
         return {}
@@ -122,6 +122,17 @@ def drop_documents(path: Path, names: Collection[str]) -> None:
         _replace(path, left)
     else:
         path.unlink(missing_ok=True)
+
+
+def _read_regular(path: Path) -> bytes:
+    """Return the beginning of a file; what is none, a pipe for example, is not waited for.
+
+    Raises:
+        OSError: there is no such file, or it cannot be read.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    with os.fdopen(fd, "rb") as file:
+        return file.read(MAX_FILE_BYTES) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
 
 
 def _replace(path: Path, documents: Mapping[str, str]) -> None:

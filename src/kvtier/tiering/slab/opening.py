@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
 
-from kvtier.errors import ConfigError, TierError
+from kvtier.errors import ConfigError, PlaceError, TierError
 from kvtier.tiering.kit.backend import allocate_page
 from kvtier.tiering.kit.disk import ALIGNMENT_BYTES, Durability, is_aligned, sync_folder
 from kvtier.tiering.slab.settings import SlabSettings, explain_shrinking
@@ -110,13 +110,13 @@ def _translated(settings: SlabSettings) -> Iterator[None]:
         yield
     except OSError as error:
         remedy = f"cannot be used ({error}): give a file that this user may make, in a folder that exists"
-        raise ConfigError("path", str(settings.path), remedy) from error
+        raise PlaceError("path", str(settings.path), remedy) from error
 
 
 def _lock(fd: int, settings: SlabSettings) -> None:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
-        raise ConfigError("path", str(settings.path), "is not a regular file: give the path of one")
+        raise PlaceError("path", str(settings.path), "is not a regular file: give the path of one")
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -143,10 +143,10 @@ def _make_usable(
             "is a slab whose first page and its copy at the end are both damaged, and was left as it is: restore "
             "one of them, or remove the file to begin with an empty one"
         )
-        raise ConfigError("path", str(settings.path), remedy)
+        raise PlaceError("path", str(settings.path), remedy)
     if opening is Opening.REFUSE:
         remedy = "holds something else and was left as it is: give a path that is free, or an empty file"
-        raise ConfigError("path", str(settings.path), remedy)
+        raise PlaceError("path", str(settings.path), remedy)
     if stat.S_IMODE(os.fstat(fd).st_mode) != FILE_MODE:
         with suppress(OSError):  # another user's file, or a file system without modes
             os.fchmod(fd, FILE_MODE)
@@ -172,7 +172,7 @@ def _make_usable(
 def _require_no_shrinking(settings: SlabSettings, found: SlabGeometry) -> None:
     reason = explain_shrinking(settings, found)
     if reason is not None:
-        raise ConfigError("capacity_bytes", settings.capacity_bytes, reason)
+        raise PlaceError("capacity_bytes", settings.capacity_bytes, reason)
 
 
 def _repair(
@@ -227,9 +227,9 @@ def _allocate(fd: int, settings: SlabSettings, file_bytes: int, calls: SystemCal
         raise _no_room(settings, file_bytes, str(error)) from error
 
 
-def _no_room(settings: SlabSettings, file_bytes: int, reason: str) -> ConfigError:
+def _no_room(settings: SlabSettings, file_bytes: int, reason: str) -> PlaceError:
     remedy = f"{settings.path} needs {file_bytes} bytes on its disk ({reason}): free some or give less"
-    return ConfigError("capacity_bytes", file_bytes, remedy)
+    return PlaceError("capacity_bytes", file_bytes, remedy)
 
 
 def _choose_io(fd: int, settings: SlabSettings, calls: SystemCalls, *, are_rows_aligned: bool) -> bool:

@@ -14,6 +14,9 @@ from kvtier.base import OffloadKey
 from kvtier.namespace import Namespace
 from kvtier.tiering.kit.block_format import BlockFormat, BlockName, format_of
 
+LIST_NAME = b"kvtier:{namespaces}"
+"""The namespaces written last, a sorted set by the time of that."""
+
 _BLOCK = re.compile(rb"kvtier:\{([0-9a-f]{32}):((?:[0-9a-f]{2}){1,40})\}")
 _DOCUMENT = re.compile(rb"kvtier:\{([0-9a-f]{32})\}:namespace\.json")
 

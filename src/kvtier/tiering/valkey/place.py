@@ -29,10 +29,17 @@ from kvtier.tiering.valkey.cluster import Cluster
 from kvtier.tiering.valkey.connection import PlainConnection, ServerConnections, TLSConnection
 from kvtier.tiering.valkey.endpoint import Address
 from kvtier.tiering.valkey.errors import TIER_TYPE, refused, unreachable
-from kvtier.tiering.valkey.names import ServerName, document_name, parse_block_name, parse_document_name
+from kvtier.tiering.valkey.names import (
+    LIST_NAME,
+    ServerName,
+    document_name,
+    parse_block_name,
+    parse_document_name,
+)
 from kvtier.tiering.valkey.resp import Deadline, Reply, ReplyReader, Tree, encode, read_tree, send_all
 from kvtier.tiering.valkey.servers import MAX_EXCHANGE_S, SingleServer
 from kvtier.tiering.valkey.settings import ValkeySettings
+from kvtier.tiering.valkey.siblings import MAX_DOCUMENT_BYTES
 from kvtier.tiering.valkey.slot_map import fetch_slot_map
 
 SCAN_NAMES = 1000
@@ -43,6 +50,9 @@ BATCH_NAMES = 500
 
 OWN_NAMES = "kvtier:*"
 
+NAMED_VERBS = frozenset({"GET", "MEMORY USAGE", "OBJECT IDLETIME", "STRLEN", "UNLINK"})
+"""Commands about one name. Each node of a cluster is asked about the names that it lists, and where one of its slots is
+just arriving it answers only those that say ASKING; to other nodes that word means nothing."""
 
 MAX_ANSWER_BYTES = 2**30
 """Bytes of an answer here, at most: a value may be half of that, and a pipeline of short answers is each far less."""
@@ -69,6 +79,7 @@ class PlaceNode:
     def __init__(self, settings: ValkeySettings, address: Address) -> None:
         self.length_command = "MEMORY USAGE"
         self._address = address
+        self._is_of_cluster = settings.cluster
         self._connections = ServerConnections(settings, address)
         # One connection for all commands: what ``greet`` says holds for it alone.
         self._connection: PlainConnection | TLSConnection | None = None
@@ -113,9 +124,21 @@ class PlaceNode:
                 self._connection = self._connections.take()
             sock = self._connection.lend_socket()
             deadline = Deadline(time.monotonic, time.monotonic() + MAX_EXCHANGE_S)
-            send_all(sock, [_encoded(command) for command in commands], deadline)
+            is_asking = [self._is_of_cluster and command[0] in NAMED_VERBS for command in commands]
+            pairs = list(zip(commands, is_asking, strict=True))
+            requests = [
+                _encoded(one)
+                for command, asks in pairs
+                for one in ((("ASKING",),) if asks else ()) + (command,)
+            ]
+            send_all(sock, requests, deadline)
             reader = ReplyReader(sock, deadline)
-            return [read_tree(reader, MAX_ANSWER_BYTES) for _ in commands]
+            replies: list[Tree] = []
+            for asks in is_asking:
+                if asks:
+                    read_tree(reader, MAX_ANSWER_BYTES)
+                replies.append(read_tree(reader, MAX_ANSWER_BYTES))
+            return replies
         except Exception as error:  # noqa: BLE001  # foreign: a client library may raise anything
             self._drop()
             raise unreachable(self._address, error) from None
@@ -185,7 +208,8 @@ class ValkeyPlace(Place):
                 names.update(block.namespace for name in page if (block := parse_block_name(name)))
                 for name in page:
                     if (namespace := parse_document_name(name)) is not None:
-                        documents[namespace] = _as_text(node.execute("GET", name))
+                        last = MAX_DOCUMENT_BYTES - 1
+                        documents[namespace] = _as_text(node.execute("GETRANGE", name, 0, last))
         return [PlaceNamespace(name, documents.get(name, "")) for name in sorted(names | documents.keys())]
 
     def blocks(self, namespaces: Collection[str] | None = None) -> Iterator[PlaceBlock]:
@@ -196,7 +220,8 @@ class ValkeyPlace(Place):
                 for name in page:
                     found = parse_block_name(name)
                     if found is None:
-                        self._foreign = self._foreign.plus(parse_document_name(name) is None, 0)
+                        is_ours = name == LIST_NAME or parse_document_name(name) is not None
+                        self._foreign = self._foreign.plus(not is_ours, 0)
                     elif namespaces is None or found.namespace in namespaces:
                         wanted.append((name, found))
                 yield from _ask(node, wanted)
@@ -227,11 +252,11 @@ class ValkeyPlace(Place):
         if not namespaces:
             return
         left = {block.namespace for block in self.blocks(namespaces)}
-        names = [document_name(name) for name in namespaces if name not in left]
+        gone = [name for name in namespaces if name not in left]
+        commands: list[tuple[Word, ...]] = [("UNLINK", document_name(name)) for name in gone]
+        commands += [("ZREM", LIST_NAME, *gone)] if gone else []
         for node in self._nodes.values():
-            node.execute_all(
-                [("UNLINK", name) for name in names]
-            )  # a node that has it not refuses, and no more
+            node.execute_all(commands)  # a node that has it not refuses, and no more
 
     def close(self) -> None:
         for node in self._nodes.values():

@@ -295,6 +295,40 @@ class _TreeReader:
         return ProtocolError(f"a reply is longer than {self._max_bytes} bytes")
 
 
+def read_strings(reader: ReplyReader, max_strings: int, max_bytes: int) -> Reply | list[bytes]:
+    """Read one reply that is an array of values; those that are longer than ``max_bytes`` are skipped.
+
+    Args:
+        reader: where from.
+        max_strings: values of the array, at most.
+        max_bytes: of one of them, at most.
+
+    Returns:
+        The values, or a reply that is no array.
+
+    Raises:
+        ProtocolError: it is none, ends too soon, or has more values.
+    """
+    line = reader.read_line()
+    if line[:1] != b"*":
+        return _parse_head(line)
+    length = _parse_number(line[1:])
+    if length > max_strings:
+        raise ProtocolError(f"an array has more than {max_strings} values")
+    found = []
+    for _ in range(length):
+        reply = _read_head(reader)
+        if reply.kind != "$" or reply.number < 0:
+            continue
+        value = bytearray(reply.number if reply.number <= max_bytes else 0)
+        reader.read_into(memoryview(value))
+        reader.skip(reply.number - len(value))
+        _read_value_end(reader)
+        if len(value) == reply.number:
+            found.append(bytes(value))
+    return found
+
+
 def read_value(reader: ReplyReader, header: memoryview, row: memoryview) -> Reply:
     """Read a reply whose value is a header and a row, into both; of any other value fill the header at most.
 

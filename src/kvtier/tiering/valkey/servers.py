@@ -6,6 +6,7 @@ Without the pause each task of a job would wait once more for a server that hang
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
+from typing import ClassVar
 
 from kvtier.errors import MissingExtraError, TierError
 from kvtier.tiering.kit.envelope import Buffer
@@ -164,7 +165,12 @@ class Servers(ABC):
 
     Args:
         address: where the user said that they are.
+
+    Attributes:
+        has_one_node: whether every name is on one server.
     """
+
+    has_one_node: ClassVar[bool] = False
 
     def __init__(self, address: Address) -> None:
         self.address = address
@@ -207,6 +213,8 @@ class SingleServer(Servers):
         settings: where it is and how to connect.
         clock: seconds, monotonic.
     """
+
+    has_one_node: ClassVar[bool] = True
 
     def __init__(self, settings: ValkeySettings, clock: Callable[[], float]) -> None:
         super().__init__(settings.url.address)

@@ -27,11 +27,13 @@ from kvtier.tiering.kit.envelope import (
 from kvtier.tiering.kit.io_pool import TransferOutcome
 from kvtier.tiering.kit.losses import BackendLosses
 from kvtier.tiering.kit.quota_keeper import QuotaKeeper
+from kvtier.tiering.kit.siblings import SiblingNamespaces
 from kvtier.tiering.valkey.connection import Command, ReplyOrError, error_code, make_command
 from kvtier.tiering.valkey.errors import TIER_TYPE
-from kvtier.tiering.valkey.names import ValkeyNamespace, document_name
+from kvtier.tiering.valkey.names import LIST_NAME, ValkeyNamespace, document_name
 from kvtier.tiering.valkey.resp import Reply, ReplyReader, encode, encode_set, read_value
 from kvtier.tiering.valkey.servers import Servers, raise_if_all_refused
+from kvtier.tiering.valkey.siblings import FIRST_PAUSE_S, ValkeySiblings, listing_commands
 
 logger = logging.getLogger(__name__)
 
@@ -144,10 +146,12 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         ttl_s: seconds after its last use that a block is kept; None for ever.
         renews: whether a use counts; otherwise they count from the store.
         clock: seconds, monotonic.
+        wall_clock: seconds since 1970, for the order of namespaces.
         quotas: keeps tenants within theirs; None: they have none here.
 
     Attributes:
         losses: why blocks are gone.
+        siblings: the other namespaces there.
         end_s: deadline of its calls' replies; None: the default deadline.
     """
 
@@ -159,10 +163,13 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         clock: Callable[[], float] = time.monotonic,
         *,
         renews: bool = True,
+        wall_clock: Callable[[], float] = time.time,
         quotas: QuotaKeeper | None = None,
     ) -> None:
         self._renews = renews
+        self._wall_clock = wall_clock
         self._quotas = quotas
+        self.siblings = SiblingNamespaces(TIER_TYPE, ValkeySiblings(servers), clock, FIRST_PAUSE_S)
         self.losses = BackendLosses(TIER_TYPE, clock, ttl_s, renews=renews)
         self._servers = servers
         self._rows = rows
@@ -187,6 +194,9 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         for begin in range(0, len(keys), MAX_LOOKUPS):
             part = keys[begin : begin + MAX_LOOKUPS]
             found += self._ask(part, [namespace.block_name(key) for key in part])
+        if len(found) < len(keys):
+            held = frozenset(found)
+            self.siblings.look_for(namespace.identity, [key for key in keys if key not in held])
         return found
 
     def store(
@@ -219,6 +229,8 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
             store_errors=num_failed,
         )
         self.losses.on_stored([*held, *written])
+        if self.siblings.found:
+            self.siblings.forget([*held, *written])
         if self._quotas is not None:
             self._quotas.on_stored(written, self._value_bytes)
         faults = [
@@ -277,7 +289,8 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
             return False
         name, text = document_name(namespace.identity.name), namespace.identity.document.encode()
         expiry = () if self._ttl_ms is None else (b"PX", b"%d" % self._ttl_ms)
-        (reply,) = self._run([make_command(b"SET", name, text, b"NX", *expiry)])
+        listing = listing_commands(namespace.identity.name, self._wall_clock(), self._ttl_ms)
+        (reply,) = self._run([make_command(b"SET", name, text, b"NX", *expiry)], listing)
         return isinstance(reply, Reply) and reply.kind == "+"
 
     def drop(self, namespace: ValkeyNamespace, keys: Sequence[OffloadKey]) -> None:
@@ -323,12 +336,16 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         name, text = document_name(namespace.identity.name), namespace.identity.document.encode()
         expiry = () if self._ttl_ms is None else (b"PX", b"%d" % self._ttl_ms)
         if self._described.is_first(namespace.identity.name):
-            return [make_command(b"SET", name, text, *expiry)]
-        return [] if self._ttl_ms is None else [make_command(b"PEXPIRE", name, b"%d" % self._ttl_ms)]
+            listing = listing_commands(namespace.identity.name, self._wall_clock(), self._ttl_ms)
+            return [make_command(b"SET", name, text, *expiry), *listing]
+        return self._pexpire([name, LIST_NAME])
 
     def _expiry_commands(self, names: Sequence[bytes]) -> list[Command]:
         """Return the commands that count the expiry of blocks in use from now; for absent ones they do nothing."""
-        if self._ttl_ms is None or not self._renews:
+        return self._pexpire(names) if self._renews else []
+
+    def _pexpire(self, names: Sequence[bytes]) -> list[Command]:
+        if self._ttl_ms is None:
             return []
         ttl = b"%d" % self._ttl_ms
         return [make_command(b"PEXPIRE", name, ttl) for name in names]

@@ -85,7 +85,7 @@ class ValkeyTier(ThreadedTier[ValkeyNamespace], PlaceTier, ProbedTier, MissExpla
         store = ValkeyBlockStore(
             servers, rows, valkey_settings.ttl_s, clock, renews=valkey_settings.renew_ttl, quotas=keeper
         )
-        self._losses = store.losses
+        self._losses, self._siblings = store.losses, store.siblings
         super().__init__(
             config,
             primary_kv_view,
@@ -118,7 +118,7 @@ class ValkeyTier(ThreadedTier[ValkeyNamespace], PlaceTier, ProbedTier, MissExpla
         self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
     ) -> Miss | None:
         del req_context
-        return self.explain_keyless(key) or self._losses.explain(key)
+        return self.explain_keyless(key) or self._losses.explain(key) or self._siblings.explain(key)
 
     def reset(self, epoch: bytes) -> None:
         super().reset(epoch)

@@ -1,0 +1,273 @@
+"""What a store says of other namespaces, over a real one and over one that is a dictionary."""
+
+import ctypes
+import dataclasses
+import json
+import logging
+
+import pytest
+from tests.cli.place.conftest import Run, run
+from tests.tiering.mooncake.conftest import StartTier
+from tests.tiering.mooncake.fakes import ScriptedStore
+from tests.tiering.mooncake.live import LiveStore
+
+from kvtier.misses import MissCause, MissExplainer
+from kvtier.namespace import Namespace, make_namespace
+from kvtier.testing.clock import ManualClock
+from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, key_of, make_config, make_rows
+from kvtier.tiering.kit.backend import rows_of
+from kvtier.tiering.kit.siblings import SiblingNamespaces
+from kvtier.tiering.mooncake.client import MooncakeClient
+from kvtier.tiering.mooncake.descriptions import (
+    DESCRIBE_S,
+    DESCRIPTION_BYTES,
+    DESCRIPTION_NAMES,
+    Describer,
+    DescriptionBuffer,
+    MooncakeSiblings,
+)
+from kvtier.tiering.mooncake.errors import Code
+from kvtier.tiering.mooncake.headers import HeaderPool
+from kvtier.tiering.mooncake.native import ReplicaOptions
+from kvtier.tiering.mooncake.settings import MooncakeSettings, Protocol
+from kvtier.tiering.mooncake.store import MooncakeBlockStore
+
+__all__ = ["run"]
+
+
+class DictStore(ScriptedStore):
+    """A store of values in a dictionary; ``leased`` ones are not removed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[str, bytes] = {}
+        self.leased: set[str] = set()
+
+    def batch_put_from_multi_buffers(
+        self, names: list[str], addresses: object, lengths: object, config: ReplicaOptions, /
+    ) -> list[int]:
+        """Write values; one that is there stays."""
+        assert isinstance(addresses, list)
+        assert isinstance(lengths, list)
+        answers: list[int] = []
+        for name, pieces, sizes in zip(names, addresses, lengths, strict=True):
+            answers.append(Code.OBJECT_ALREADY_EXISTS if name in self.values else Code.OK)
+            read = b"".join(map(ctypes.string_at, pieces, sizes))
+            self.values.setdefault(name, read)
+        return answers
+
+    def batch_get_into_multi_buffers(
+        self, names: list[str], addresses: object, lengths: object, /
+    ) -> list[int]:
+        """Read values of the length asked for into one piece each."""
+        assert isinstance(addresses, list)
+        assert isinstance(lengths, list)
+        answers: list[int] = []
+        for name, pieces, sizes in zip(names, addresses, lengths, strict=True):
+            value = self.values.get(name)
+            if value is None or len(value) != sum(sizes):
+                answers.append(Code.OBJECT_NOT_FOUND if value is None else Code.INVALID_PARAMS)
+                continue
+            ctypes.memmove(pieces[0], value, len(value))
+            answers.append(len(value))
+        return answers
+
+    def batch_is_exist(self, names: list[str], /) -> list[int]:
+        """Return 1 for what is there, and lease it."""
+        return [int(name in self.values) for name in names]
+
+    def batch_remove(self, names: list[str], /) -> list[int]:
+        """Remove what is not leased."""
+        answers: list[int] = []
+        for name in names:
+            answers.append(Code.OBJECT_HAS_LEASE if name in self.leased else Code.OK)
+            if name not in self.leased:
+                self.values.pop(name, None)
+        return answers
+
+
+class Engine:
+    """What an engine has of the siblings, over a dictionary.
+
+    Args:
+        native: the store.
+        identity: of its namespace.
+    """
+
+    def __init__(self, native: DictStore, identity: Namespace) -> None:
+        self.clock = ManualClock()
+        self.identity = identity
+        settings = MooncakeSettings(
+            "127.0.0.1:1", 0, 1, "127.0.0.1", Protocol.TCP, 1.0, 1, allow_any_interface=True
+        )
+        buffers = (DescriptionBuffer(), DescriptionBuffer())
+        client = MooncakeClient(settings, [one.memory for one in buffers], self.clock, lambda _: native)
+        self.describer = Describer(buffers[0], client, self.clock)
+        self.siblings = SiblingNamespaces("mooncake", MooncakeSiblings(buffers[1], client), self.clock)
+
+    def look(self) -> dict[str, str | float] | None:
+        """Return what is said of block 1, which is missing."""
+        self.siblings.look_for(self.identity, [key_of(1)])
+        miss = self.siblings.explain(key_of(1))
+        return None if miss is None else dict(miss.detail)
+
+
+def identity_of(model: str) -> Namespace:
+    return make_namespace(make_config(model), ROW_BYTES)
+
+
+A, B = identity_of("model-a"), identity_of("model-b")
+
+
+def hold(native: DictStore, identity: Namespace) -> None:
+    native.values[f"{identity.name}/{key_of(1).hex()}"] = b"a block"
+
+
+def test_a_block_of_another_namespace_is_found_with_the_field_that_differs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    native = DictStore()
+    hold(native, B)
+    Engine(native, B).describer.describe(B)
+    assert Engine(native, A).look() == {"namespace": B.name[:8], "model.name": "model-b (here model-a)"}
+    (line,) = caplog.messages
+    assert line == (
+        f"tier mooncake: namespace {A.name[:8]} holds nothing here; {B.name[:8]} has an unknown number of blocks and "
+        "differs in model.name model-b (here model-a)"
+    )
+    caplog.clear()
+    engine = Engine(native, A)
+    engine.describer.describe(A)
+    assert engine.look() is not None
+    assert not caplog.messages
+
+
+def test_each_namespace_is_described_once_and_again_when_it_was_evicted() -> None:
+    native = DictStore()
+    engines = [Engine(native, one) for one in (A, B, A)]
+    for engine in engines:
+        engine.describer.describe(engine.identity)
+    assert sorted(native.values) == list(DESCRIPTION_NAMES[:2])
+    native.values.clear()
+    engines[0].describer.describe(A)
+    assert not native.values, "not looked for again at once"
+    engines[0].clock.advance(DESCRIBE_S)
+    engines[0].describer.describe(A)
+    assert list(native.values) == [DESCRIPTION_NAMES[0]]
+    assert {len(value) for value in native.values.values()} == {DESCRIPTION_BYTES}
+
+
+def test_a_full_store_makes_room_for_one_after_a_while() -> None:
+    native = DictStore()
+    for name, count in zip(DESCRIPTION_NAMES, range(100), strict=False):
+        native.values[name] = f"{count:032x}\n{{}}".encode().ljust(DESCRIPTION_BYTES)
+    before = dict(native.values)
+    engine = Engine(native, A)
+    engine.describer.describe(A)
+    assert native.values == before
+    native.leased = set(DESCRIPTION_NAMES)
+    engine.clock.advance(DESCRIBE_S)
+    engine.describer.describe(A)
+    assert native.values == before
+    native.leased.clear()
+    engine.clock.advance(DESCRIBE_S)
+    engine.describer.describe(A)
+    assert len([name for name in before if native.values[name] != before[name]]) == 1
+
+
+def test_a_document_that_is_too_long_is_not_described() -> None:
+    native = DictStore()
+    long = dataclasses.replace(A, document=json.dumps({"layout_version": 1, "x": "a" * DESCRIPTION_BYTES}))
+    Engine(native, long).describer.describe(long)
+    assert not native.values
+
+
+def padded(text: bytes) -> bytes:
+    return text.ljust(DESCRIPTION_BYTES)
+
+
+HOSTILE = {
+    "no JSON": padded(b"ab" * 16 + b"\n{"),
+    "no name": padded(b'{"layout_version": 1}'),
+    "deep": padded(b"ab" * 16 + b'\n{"layout_version": 1, "a":' + b"[" * 7000 + b"]" * 7000 + b"}"),
+    "short": b"x",
+    "long": b"x" * 2**20,
+    "no text": bytes(range(256)) * (DESCRIPTION_BYTES // 256),
+}
+
+
+@pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_description_costs_its_own_words_only(value: bytes) -> None:
+    native = DictStore()
+    native.values[DESCRIPTION_NAMES[0]] = value
+    engine = Engine(native, A)
+    assert engine.look() is None
+    hold(native, B)
+    Engine(native, B).describer.describe(B)
+    engine.clock.advance(60.0)
+    assert engine.look() is not None
+
+
+@pytest.mark.parametrize("answer", [Code.INTERNAL_ERROR, Code.RPC_FAIL, Code.NO_AVAILABLE_HANDLE, 1])
+def test_a_store_that_answers_nothing_of_use_costs_nothing(answer: int) -> None:
+    native = ScriptedStore(answer)
+    clock = ManualClock()
+    settings = MooncakeSettings(
+        "127.0.0.1:1", 0, 1, "127.0.0.1", Protocol.TCP, 1.0, 1, allow_any_interface=True
+    )
+    rows, headers = rows_of(make_rows()), HeaderPool(1, 16)
+    buffers = (DescriptionBuffer(), DescriptionBuffer())
+    client = MooncakeClient(settings, [one.memory for one in buffers], clock, lambda _: native)
+    store = MooncakeBlockStore(client, rows, headers, clock, buffers)
+    store.siblings.look_for(A, [key_of(1)])
+    assert store.siblings.explain(key_of(1)) is None
+    Describer(buffers[0], client, clock).describe(A)
+
+
+def test_after_a_reset_no_description_is_made() -> None:
+    native = DictStore()
+    clock = ManualClock()
+    settings = MooncakeSettings(
+        "127.0.0.1:1", 0, 1, "127.0.0.1", Protocol.TCP, 1.0, 1, allow_any_interface=True
+    )
+    rows, headers = rows_of(make_rows()), HeaderPool(1, 16)
+    buffers = (DescriptionBuffer(), DescriptionBuffer())
+    client = MooncakeClient(settings, [rows.flat, headers.memory], clock, lambda _: native)
+    store = MooncakeBlockStore(client, rows, headers, clock, buffers)
+    store.store(store.open_namespace(A, is_new=True), [key_of(1)], [0])
+    assert len(native.values) == 1
+    store.store(store.open_namespace(A, is_new=False), [key_of(2)], [0])
+    assert DESCRIPTION_NAMES[0] in native.values
+
+
+def sibling_of(driver: TierDriver) -> dict[str, str | float] | None:
+    assert not driver.lookup(1)
+    assert isinstance(driver.tier, MissExplainer)
+    miss = driver.tier.explain(key_of(1), driver.request)
+    return None if miss is None or miss.cause is not MissCause.OTHER_NAMESPACE else dict(miss.detail)
+
+
+@pytest.mark.servers
+def test_engines_of_a_real_store_know_of_each_other(
+    store: LiveStore, start_tier: StartTier, run: Run
+) -> None:
+    where = {"type": "mooncake", "master": store.address, "admin_port": store.admin_port}
+    place = json.dumps(where | {"allow_any_interface": True})
+    assert sibling_of(start_tier(store, "model-c")) is None
+    assert start_tier(store, "model-b").store([1, 2]).success
+    driver = start_tier(store)
+    found = sibling_of(driver)
+    assert found is not None
+    assert found["model.name"] == "model-b (here model-a)"
+    assert driver.store([1]).success
+    assert driver.lookup(1)
+    out = json.loads(run("inspect", place, "--json")[1])
+    names = {one["identity"]["model"]["name"]: one["name"] for one in out["namespaces"]}
+    assert sorted(names) == ["model-a", "model-b"]
+    status, _, _ = run("purge", place, "--namespace", names["model-b"])
+    assert status == 0
+    assert sibling_of(start_tier(store, "model-c")) == {
+        "namespace": names["model-a"][:8],
+        "model.name": "model-a (here model-c)",
+    }
