@@ -228,7 +228,8 @@ def test_a_task_whose_room_another_takes_is_not_declined_while_there_is_more_to_
 ) -> None:
     driver = start_tier(capacity_bytes=8 * BLOCK_BYTES, num_threads=1)
     store_each(driver, *range(1, 9))
-    real_make_room, taken = Evictor.make_room, []
+    real_make_room = Evictor.make_room
+    taken: list[int] = []
 
     def make_room_and_lose_it(self: Evictor, num_bytes: int, *, is_disk_full: bool = False) -> bool:
         found = real_make_room(self, num_bytes, is_disk_full=is_disk_full)

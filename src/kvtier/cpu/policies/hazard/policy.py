@@ -34,7 +34,8 @@ every lull; longer notices too late to bound what ten minutes lose."""
 
 MAX_DEFICIT_RATIO = 0.01
 """How far it may be behind LRU, as a share of the blocks named of late. It loses more until the cache holds what LRU
-would: about two of a hundred in ten minutes at most. Lower costs hits on agents' traffic, higher bounds less."""
+would: in ten minutes rarely more than two of a hundred, and up to four where a cache has room for a few requests only.
+Lower costs hits on agents' traffic, higher bounds less."""
 
 Victims = list[tuple[OffloadKey, BlockStatus]]
 
