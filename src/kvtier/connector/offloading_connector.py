@@ -1,8 +1,10 @@
 """The connector of one process: builds the spec, then the half that the process runs."""
 
-from kvtier.config import OffloadingConfig
+from functools import partial
+
+from kvtier.config import ModelIdentity, OffloadingConfig
 from kvtier.connector.common import ConnectorRole
-from kvtier.connector.protocols import RequestRecorder, StepControl
+from kvtier.connector.protocols import ModelSwitchingManager, RequestRecorder, StepControl
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.factory import OffloadingSpecFactory
@@ -47,6 +49,25 @@ class OffloadingConnector:
             if control is not None:
                 control.close()
             raise
+
+    def reset(self) -> None:
+        """Forget every block, so that none stored before is found again, and store in an epoch of its own."""
+        assert self.connector_scheduler is not None, "workers do not know which blocks are held"
+        self.connector_scheduler.reset()
+
+    def switch_model(self, model: ModelIdentity | None) -> None:
+        """Forget every block, as a reset does, and go on with those of weights that were loaded in place.
+
+        Args:
+            model: the weights; what other engines have stored of them is found. None for weights that nothing names:
+                their blocks are kept in host memory alone.
+        """
+        half = self.connector_scheduler
+        assert half is not None, "workers do not know which blocks are held"
+        manager = half.manager
+        half.reset(
+            partial(manager.switch_model, model) if isinstance(manager, ModelSwitchingManager) else None
+        )
 
     def has_pending_push_work(self) -> bool:
         """Return whether stores are open, or operators' commands; further steps, which may be empty, end them.

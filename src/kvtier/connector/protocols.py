@@ -28,6 +28,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from kvtier.base import OffloadingManager, OffloadKey, ReqContext
+from kvtier.config import ModelIdentity
 from kvtier.connector.common import OffloadingWorkerMetadata, StopReason
 from kvtier.connector.groups import GroupLayout
 from kvtier.misses import RequestRecord
@@ -234,6 +235,19 @@ class PromotingManager(Protocol):
         """Return the blocks that were promoted while the request waited for them, each with its tier's type.
 
         The connector calls this before the request's prepare_load, which ends its wait.
+        """
+
+
+@runtime_checkable
+class ModelSwitchingManager(Protocol):
+    """Optional contract of a manager whose blocks other engines may find, and whose engine may load other weights."""
+
+    def switch_model(self, model: ModelIdentity | None) -> None:
+        """Forget every block, as ``reset`` does, and go on with those of other weights.
+
+        Args:
+            model: the weights that are loaded now; what other engines have stored of them is found from now on. None
+                for weights that nothing names: their blocks are kept in host memory alone.
         """
 
 

@@ -327,13 +327,14 @@ class OffloadingConnectorScheduler:
         """Return whether there is neither a request nor a transfer under way, so that the engine may rest now."""
         return not self._requests and not self._jobs.by_id
 
-    def reset(self) -> None:
+    def reset(self, begin_anew: Callable[[], None] | None = None) -> None:
         """Forget every block, so that none stored before is found again.
 
         Loads under way fail, so that their requests are computed; stores under way end without being kept.
         Requests that hold device blocks now are not stored until they are computed anew from their first
         token. The engine empties its own prefix cache before it calls this, and calls it when no step's output is
-        outstanding: a load that such an output reports as good cannot be taken back.
+        outstanding: a load that such an output reports as good cannot be taken back. ``begin_anew`` makes the manager
+        forget; by default its ``reset``.
         """
         loads = self._jobs.void_all()
         for job_id, job in self._load_jobs.items():
@@ -345,7 +346,7 @@ class OffloadingConnectorScheduler:
             state.on_reset()
         if self.audit is not None:
             self.audit.on_reset()
-        self.manager.reset()
+        (begin_anew or self.manager.reset)()
 
     def stats(self) -> dict[str, float]:
         """Return counters and gauges of the connector and of its manager, by dotted name.

@@ -7,6 +7,7 @@ Each submitted job is reported exactly once by get_finished, whatever happened t
 Source: the contract follows vLLM's multi-tier offloading as of May 2026 (pull requests 40538 and 40020).
 """
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from enum import Enum
 from typing import Any, ClassVar
 
 from kvtier.base import BlockIds, JobId, Locality, OffloadKey, ReqContext
-from kvtier.config import OffloadingConfig
+from kvtier.config import ModelIdentity, OffloadingConfig
 from kvtier.histogram import HistogramSnapshot
 from kvtier.settings import (
     IsDataclass,
@@ -33,9 +34,11 @@ DEFAULT_JOB_TIMEOUT_S = 30.0
 """Seconds after which a tier ends a job as failed. Shorter gives slots back sooner when a disk or server
 hangs; longer lets a slow one finish large batches. Waiting requests are bounded by ``lookup_deadline_s``."""
 
-
 MAX_JOB_TIMEOUT_S = 86_400.0
 """Seconds. A day is longer than any transfer; far longer times overflow the clocks of threads that wait."""
+
+EPOCH_BYTES = 16
+"""Random bytes of an epoch."""
 
 FAILURES_TO_OPEN = 5
 """Consecutive failures after which a tier is left out: lookups and submits that raise, lookups without an answer,
@@ -302,8 +305,16 @@ class SecondaryTierManager(ABC):
         Jobs in flight are reported as ever; what they store is not found either.
 
         Args:
-            epoch: 16 random bytes.
+            epoch: ``EPOCH_BYTES`` random bytes.
         """
+
+    def switch_model(self, model: ModelIdentity) -> None:
+        """Move to the namespace that an engine started with the weights ``model`` has; otherwise as ``reset``.
+
+        A tier that does not override this is reset: no other engine finds what comes after it.
+        """
+        del model
+        self.reset(os.urandom(EPOCH_BYTES))
 
     def stats(self) -> dict[str, float]:
         """Return counters and gauges by name. Thread: any."""

@@ -224,6 +224,8 @@ class CascadePlanner:
         counts_uses: whether on_used has an effect.
         follows_requests: whether request_finished has an effect.
         fills_tiers: whether offer_promoted has an effect.
+        is_open: whether the tiers get blocks. Not while those have weights that nothing names: no other engine would
+            find them, nor this one after a restart, and they would fill what others share.
     """
 
     def __init__(
@@ -245,6 +247,7 @@ class CascadePlanner:
         self.counts_uses = any(backlog.counts_uses for backlog in self._backlogs)
         self.follows_requests = self.is_learning or self.counts_uses
         self.fills_tiers = any(tier.tier.settings.fill for tier in tiers)
+        self.is_open = True
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
         """Learn from a request that has arrived, where a tier needs to know how likely blocks are used again."""
@@ -255,6 +258,8 @@ class CascadePlanner:
         """Record blocks that the device has stored and that are ready now."""
         if self._learner is not None:
             self._learner.on_stored(keys, req_context.req_id)
+        if not self.is_open:
+            return
         for backlog in self._backlogs:
             backlog.offer(keys, req_context)
 
@@ -311,7 +316,7 @@ class CascadePlanner:
     def wanted(self, keys: Collection[OffloadKey]) -> Collection[OffloadKey]:
         """Return those of ``keys`` that any tier wants. Pure."""
         wanted: set[OffloadKey] = set()
-        for backlog in self._backlogs:
+        for backlog in self._backlogs if self.is_open else ():
             if len(wanted) < len(keys):
                 wanted.update(backlog.wanted(keys))
         return wanted

@@ -1,17 +1,18 @@
 """A secondary tier as the manager may use it: behind its breaker, budget and back-off, and never raising.
 
-Every call to a tier is made here, but for ``check_reachable`` at the start (``tiering/spec.py``), so that a tier that
-raises, hangs or returns nonsense costs its own hits and nothing else. A call that raises becomes a value, a
-``CallFailure``, which is counted; what it means is decided by the caller.
+Every call to a tier but ``check_reachable`` (``tiering/spec.py``) is made here, so that one that raises, hangs or
+returns nonsense costs its own hits and nothing else. A call that raises becomes a value, a ``CallFailure``, and counts.
 """
 
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import TypeVar, TypeVarTuple
 
 from kvtier.base import JobId, OffloadingEvent, OffloadKey, ReqContext
+from kvtier.config import ModelIdentity
 from kvtier.cpu.common import EventLog
 from kvtier.errors import format_foreign
 from kvtier.histogram import LATENCY_BOUNDS_S, Histogram, HistogramSnapshot
@@ -39,8 +40,7 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 STORE_BUDGET_DIVISOR = 8
-"""A tier's stores in flight hold at most an eighth of the primary unless set otherwise, so that the slowest
-tier cannot pin it; a larger share would let stores crowd out what requests load."""
+"""What a tier's stores in flight hold of the primary, unless set: a larger share would crowd out what requests load."""
 
 MAX_OPEN_LOOKUPS = 65_536
 """Keys remembered per tier that were answered None. A request that waits for one more wakes at its deadline."""
@@ -330,12 +330,13 @@ class GuardedTier:
             return known
         return self.departed.explain(key) or known
 
-    def reset(self, epoch: bytes) -> None:
-        """Move the tier to another epoch; one that cannot is out of service, or it would serve old bytes."""
+    def reset(self, epoch: bytes, model: ModelIdentity | None = None) -> None:
+        """Move the tier to another epoch or model; one that cannot is out of service, or it would serve old bytes."""
         for memory in (self.backoff, self.dropped, self.departed, self.open_lookups, self.announcements):
             if memory is not None:
                 memory.clear()
-        if isinstance(self._call("reset", self.tier.reset, epoch), CallFailure):
+        move = partial(self.tier.reset, epoch) if model is None else partial(self.tier.switch_model, model)
+        if isinstance(self._call("reset", move), CallFailure):
             self.is_out_of_service = True
 
     def begin_purge(self, tenant: int | None = None) -> PurgeOutcome | None:

@@ -23,12 +23,12 @@ from kvtier.base import (
     PrepareStoreOutput,
     ReqContext,
 )
-from kvtier.config import DEFAULT_LOOKUP_DEADLINE_S
+from kvtier.config import DEFAULT_LOOKUP_DEADLINE_S, ModelIdentity
 from kvtier.histogram import HistogramSnapshot
 from kvtier.misses import HOST_ORIGIN, Miss, MissCause, MissExplainer
 from kvtier.operating import DroppedBlocks, PinnedBlocks, Purge
 from kvtier.tiering.admission import PassThroughAdmission
-from kvtier.tiering.base import SecondaryTierManager
+from kvtier.tiering.base import EPOCH_BYTES, SecondaryTierManager
 from kvtier.tiering.cascade import CascadePlanner, OwnWork
 from kvtier.tiering.departures import MAX_NO_ROOM
 from kvtier.tiering.guard import GuardedTier
@@ -45,8 +45,6 @@ logger = logging.getLogger(__name__)
 DEFAULT_SHUTDOWN_S = 5.0
 """Seconds that shutdown gives tiers to finish what they have accepted. Zero drops it; more delays the end of
 the process behind a hung disk."""
-
-EPOCH_BYTES = 16
 
 NOTHING_FOUND: Mapping[OffloadKey, None] = {}
 
@@ -313,6 +311,14 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         return bool(self._transfers.planned)
 
     def reset(self) -> None:
+        self._begin_anew(None)
+
+    def switch_model(self, model: ModelIdentity | None) -> None:
+        """Forget every block, as a reset does; see ``ModelSwitchingManager``."""
+        self._cascades.is_open = model is not None
+        self._begin_anew(model)
+
+    def _begin_anew(self, model: ModelIdentity | None) -> None:
         self._transfers.cancel_promotions()
         self._waiting.interrupt()
         self._primary_manager.reset()
@@ -320,7 +326,7 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         self._transfers.on_reset()
         epoch = self._make_epoch()
         for tier in self._tiers:
-            tier.reset(epoch)
+            tier.reset(epoch, model)
 
     def pin(self, keys: Collection[OffloadKey], lease_s: float) -> PinnedBlocks:
         """Keep ``keys`` in host memory for ``lease_s`` seconds; see ``PinningManager``."""

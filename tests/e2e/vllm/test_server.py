@@ -1,4 +1,4 @@
-"""vLLM's server over HTTP, its engine in processes of its own: answers, metrics, events, reset, sleep, restart."""
+"""vLLM's server over HTTP, its engine in processes of its own: answers, metrics, events, reset, restart."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -229,19 +229,6 @@ def test_a_reset_with_the_connector_forgets_host_memory_and_disk(server: ServerP
     computed = server.ask(make_prompt(600))
     server.forget_device()
     found = server.ask(make_prompt(600))
-
-    assert [computed.num_cached_tokens, found.num_cached_tokens] == [0, WHOLE_TOKENS]
-    assert first.tokens == computed.tokens == found.tokens
-
-
-def test_sleep_forgets_everything_and_the_woken_engine_serves(server: ServerProcess) -> None:
-    first = server.ask(make_prompt(700))
-    server.post("/sleep?level=1")
-    server.post("/wake_up")
-
-    computed = server.ask(make_prompt(700))
-    server.forget_device()
-    found = server.ask(make_prompt(700))
 
     assert [computed.num_cached_tokens, found.num_cached_tokens] == [0, WHOLE_TOKENS]
     assert first.tokens == computed.tokens == found.tokens

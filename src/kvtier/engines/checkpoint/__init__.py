@@ -9,7 +9,12 @@ from kvtier.engines.checkpoint.files import (
     require_started_after,
     require_unchanged,
 )
-from kvtier.engines.checkpoint.fingerprint import Fingerprint, FingerprintJob, fingerprint_checkpoint
+from kvtier.engines.checkpoint.fingerprint import (
+    Fingerprint,
+    FingerprintJob,
+    digest_buffers,
+    fingerprint_checkpoint,
+)
 
 __all__ = [
     "CheckpointFile",
@@ -18,6 +23,7 @@ __all__ = [
     "Fingerprint",
     "FingerprintJob",
     "default_cache_path",
+    "digest_buffers",
     "find_files",
     "fingerprint_checkpoint",
     "has_weights",

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +75,15 @@ def fingerprint_checkpoint(place: Path, label: str = "") -> Fingerprint:
         FingerprintError: a file cannot be read, or changed meanwhile.
     """
     return FingerprintJob(place, label or str(place)).wait()
+
+
+def digest_buffers(parts: Iterable[bytes | memoryview]) -> str:
+    """Return BLAKE3 of weights in memory, in hex. Blocks; all cores may take part."""
+    hasher = blake3(max_threads=blake3.AUTO)
+    for part in parts:
+        hasher.update(part)
+    digest: str = hasher.hexdigest()
+    return digest
 
 
 class FingerprintJob:

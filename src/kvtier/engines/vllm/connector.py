@@ -24,8 +24,9 @@ from kvtier.connector.common import ConnectorRole
 from kvtier.connector.offloading_connector import OffloadingConnector
 from kvtier.engines.vllm import compat
 from kvtier.engines.vllm.config import make_offloading_config
+from kvtier.engines.vllm.engine_watch import EngineWatch, watch_engine_cores
 from kvtier.engines.vllm.groups import describe_groups
-from kvtier.engines.vllm.identity import start_fingerprints
+from kvtier.engines.vllm.identity import LoadedWeightsNamer, start_fingerprints
 from kvtier.engines.vllm.metrics import GrowthMeter, KVTierPromMetrics, KVTierStats, StatsClock
 from kvtier.engines.vllm.scheduler_hooks import SchedulerHooks, VLLMPromptHasher
 from kvtier.engines.vllm.worker_hooks import WorkerHooks
@@ -76,6 +77,10 @@ class KVTierConnector(SchedulerHooks, WorkerHooks, KVConnectorBase_V1, SupportsH
         self._growth = GrowthMeter()
         self._metrics: MetricsServer | None = None
         if is_scheduler:
+            watch_engine_cores()
+            self.engine_watch = EngineWatch(
+                self._connector, LoadedWeightsNamer(vllm_config, config.model), config.model
+            )
             self._metrics = self._serve_metrics(vllm_config)
             recompute_failed_loads(vllm_config)
             self._can_wait_by_layer = self._admits_layerwise(vllm_config)

@@ -12,22 +12,28 @@ import multiprocessing
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import huggingface_hub
 from vllm import envs
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
+from vllm.v1.worker.worker_base import WorkerBase
 
 from kvtier.config import ModelIdentity
 from kvtier.engines.checkpoint import (
+    CheckpointFile,
     Fingerprint,
     FingerprintJob,
+    find_files,
+    fingerprint_checkpoint,
     require_started_after,
     require_unchanged,
 )
-from kvtier.errors import ConfigError
+from kvtier.engines.vllm.engine_watch import Executor
+from kvtier.engines.vllm.loaded_weights import Origin, Weights, digest_model
+from kvtier.errors import ConfigError, FingerprintError
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +150,86 @@ def make_model_identity(
         config_digest=hashlib.sha256(canonical.encode()).hexdigest(),
         config_json=canonical,
     )
+
+
+class LoadedWeightsNamer:
+    """Names weights that were loaded in place, by the files that they were read from or by their bytes in memory.
+
+    Everything else of the identity is as at the start: vLLM loads weights into the model that it has built.
+
+    Args:
+        vllm_config: the engine's configuration.
+        started: the identity at the start.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, started: ModelIdentity) -> None:
+        model_config = vllm_config.model_config
+        self._started = started
+        self._place = find_checkpoint(model_config, vllm_config.load_config)
+        self._is_in_files = format_of(vllm_config.load_config) in FORMATS_IN_FILES
+        # Kernels of quantised models keep weights elsewhere, and balanced experts move.
+        is_balanced = bool(getattr(vllm_config.parallel_config, "enable_eplb", False))
+        self._shows_all = model_config.quantization is None and not is_balanced
+        self._has_foreign_code = bool(find_foreign_code(model_config))
+        self._before: tuple[CheckpointFile, ...] = ()
+
+    def before_load(self, path: str) -> None:
+        """Note the state of the files in a folder, or of those of the start, which will be read now."""
+        place = self._place_of(path)
+        self._before = () if place is None else _list_files(place)
+
+    def name(self, weights: Weights, executor: Executor) -> ModelIdentity | None:
+        """Return the identity; None when nothing names the weights. Blocks while they are read."""
+        if self._has_foreign_code or weights.origin not in (Origin.FILES, Origin.TRANSFER):
+            return None
+        text = self._name_files(weights.path) if weights.origin is Origin.FILES else ""
+        path = weights.path if text else ""
+        if not text and self._shows_all:
+            text = join_digests(executor.collective_rpc(digest_weights))
+        if not text:
+            return None
+        # A draft model keeps the weights of the start.
+        _, separator, drafts = self._started.revision.partition("; ")
+        return replace(self._started, name=path or self._started.name, revision=f"{text}{separator}{drafts}")
+
+    def _name_files(self, path: str) -> str:
+        """Return the fingerprint of a folder; empty if files have changed since ``before_load``, or cannot be read."""
+        place = self._place_of(path)
+        if place is None:
+            return ""
+        try:
+            fingerprint = fingerprint_checkpoint(place)
+            require_unchanged(fingerprint.files)
+        except FingerprintError as error:
+            logger.warning("the files of the weights do not name them: %s", error)
+            return ""
+        return fingerprint.text if fingerprint.files == self._before else ""
+
+    def _place_of(self, path: str) -> Path | None:
+        if not self._is_in_files:
+            return None
+        if not path:
+            return self._place
+        return Path(path) if Path(path).exists() else None
+
+
+def digest_weights(worker: WorkerBase) -> str:
+    """Return a digest of the weights in a worker's memory. Runs in the worker's process."""
+    return digest_model(worker.model_runner.get_model())
+
+
+def join_digests(digests: Sequence[str]) -> str:
+    """Return one name for the weights of all workers; empty when one of them cannot see its own. Pure."""
+    if not all(digests):
+        return ""
+    return f"blake3-in-memory:{hashlib.sha256(' '.join(digests).encode()).hexdigest()}"
+
+
+def _list_files(place: Path) -> tuple[CheckpointFile, ...]:
+    try:
+        return find_files(place)
+    except FingerprintError:
+        return ()
 
 
 def models_of(vllm_config: VllmConfig) -> Iterator[tuple[str, ModelConfig, LoadConfig]]:

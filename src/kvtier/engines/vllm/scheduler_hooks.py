@@ -33,6 +33,7 @@ from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.engines.checkpoint import FileStamp, Fingerprint, FingerprintJob, find_files
 from kvtier.engines.vllm import compat
 from kvtier.engines.vllm.compat import HitSources, name_hit_sources
+from kvtier.engines.vllm.engine_watch import EngineWatch
 from kvtier.engines.vllm.events import translate_events
 from kvtier.errors import ControlError, shorten
 from kvtier.misses import Miss, MissCause
@@ -44,6 +45,11 @@ logger = logging.getLogger(__name__)
 
 Signature = tuple[tuple[str, FileStamp], ...]
 """Name and state of each file of an adapter; equal signatures mean unchanged files."""
+
+WEIGHTS_CHANGED = Miss(
+    MissCause.LIMITED, "", MappingProxyType({"reason": "weights changed under the device's prefix cache"})
+)
+"""Why requests are left alone until the device's prefix cache has been reset."""
 
 NO_SALT = b""
 """The salt of a request without an adapter."""
@@ -58,6 +64,7 @@ class SchedulerHooks:
 
     _connector: OffloadingConnector
     _kv_cache_config: KVCacheConfig
+    engine_watch: EngineWatch
 
     def __init__(self) -> None:
         self._adapter_salts = AdapterSalts(newest_ns=time.time_ns())
@@ -90,14 +97,15 @@ class SchedulerHooks:
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded beyond those on the device; None makes vLLM call again later."""
-        if not self.is_offloadable(request):
+        if self.engine_watch.is_held or not self.is_offloadable(request):
             key_salt = None
         elif self._adapter_salts.is_ready(request):
             key_salt = self._adapter_salts.salt_of(request)
         else:
             return None, False
         if key_salt is None:
-            self._scheduler.records.exclude(request, num_computed_tokens, why_left_alone(request))
+            why = WEIGHTS_CHANGED if self.engine_watch.is_held else why_left_alone(request)
+            self._scheduler.records.exclude(request, num_computed_tokens, why)
             # It has no blocks of its own in a tier, but may share device blocks whose load has not completed.
             layerwise = self._scheduler.layerwise
             is_early = layerwise is not None and layerwise.shares_blocks(request, num_computed_tokens)
@@ -137,7 +145,10 @@ class SchedulerHooks:
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadingConnectorMetadata:
         """Return the workers' work of this step."""
-        return self._scheduler.build_connector_meta(scheduler_output)
+        metadata = self._scheduler.build_connector_meta(scheduler_output)
+        if scheduler_output.num_scheduled_tokens or metadata.load_jobs:
+            self.engine_watch.on_step()
+        return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Process the workers' reports.
@@ -155,6 +166,9 @@ class SchedulerHooks:
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:
         """Forget a request; its device blocks may be freed at once."""
         freed = self._scheduler.request_finished(request, stop_of(request))
+        self._scheduler.records.forget_excluded(
+            request.request_id
+        )  # it may have been known before it was excluded
         if self._spans is not None:
             # vLLM makes its own span in another process and takes no attributes: this one stands beside it.
             if self._spans.is_active:
@@ -179,8 +193,8 @@ class SchedulerHooks:
         return self._connector.has_pending_push_work()
 
     def reset_cache(self) -> bool:
-        """Forget every block, so that none stored before is found again."""
-        self._scheduler.reset()
+        """Forget every block, so that none stored before is found again, unless it is the engine that falls asleep."""
+        self.engine_watch.on_reset()
         return True
 
 

@@ -46,10 +46,10 @@ from kvtier.errors import ConfigError, TierError
 from kvtier.histogram import HistogramSnapshot
 from kvtier.observe.family import Family, Kind, SampleFinder
 from kvtier.observe.tier_metrics import TIER_FAMILIES
-from kvtier.tiering.base import COMMON_SETTINGS, SecondaryTierManager
+from kvtier.tiering.base import COMMON_SETTINGS, EPOCH_BYTES, SecondaryTierManager
 from kvtier.tiering.factory import TIERS, create_secondary_tier, own_setting_names
 from kvtier.tiering.guard import GuardedTier
-from kvtier.tiering.manager import DEFAULT_SHUTDOWN_S, EPOCH_BYTES
+from kvtier.tiering.manager import DEFAULT_SHUTDOWN_S
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import FunctionType, MappingProxyType
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
@@ -20,7 +20,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 import numpy as np
 
 from kvtier.base import GROUP_INDEX_BYTES, JobId, OffloadKey, ReqContext
-from kvtier.config import OffloadingConfig
+from kvtier.config import ModelIdentity, OffloadingConfig
 from kvtier.errors import ConfigError, TierError, describe_foreign
 from kvtier.histogram import HistogramSnapshot
 from kvtier.misses import NO_KEY_REASON, Miss, MissCause
@@ -263,6 +263,10 @@ class ThreadedTier(
         self._namespace = self._open_namespace(epoch)
         self._lookup.clear()
 
+    def switch_model(self, model: ModelIdentity) -> None:
+        self.config = replace(self.config, model=model)
+        self.reset(b"")
+
     def begin_purge(self) -> None:
         if self._purge is None:
             raise TierError(self._name, "this tier cannot remove all its blocks while its engine runs")
@@ -365,7 +369,7 @@ class ThreadedTier(
         try:
             outcome = block_store.store(namespace, keys, slots)
         except Exception as error:  # noqa: BLE001  # foreign: as above; it costs these blocks
-            return self._failed(error)
+            return _fail(self._health, self._name, error)
         if self._health.is_out and not outcome.is_fault:
             self._health.on_success()
         if self._caches_hits and outcome.succeeded:
@@ -384,7 +388,7 @@ class ThreadedTier(
             outcome = block_store.load(namespace, keys, slots)
         except Exception as error:  # noqa: BLE001  # foreign: as above; it costs these blocks
             self._lookup.report(keys, is_held=False, generation=generation)
-            return self._failed(error)
+            return _fail(self._health, self._name, error)
         if self._health.is_out and not outcome.is_fault:
             self._health.on_success()
         if len(outcome.succeeded) < len(keys):
@@ -405,7 +409,7 @@ class ThreadedTier(
         try:
             block_store.drop(namespace, keys)
         except Exception as error:  # noqa: BLE001  # foreign: a store may raise anything
-            return self._failed(error)
+            return _fail(self._health, self._name, error)
         self._lookup.report(keys, is_held=False, generation=generation)
         return TransferOutcome(keys)
 
@@ -429,9 +433,11 @@ class ThreadedTier(
                 self._name,
             )
 
-    def _failed(self, error: Exception) -> TransferOutcome:
-        self._health.on_failure(_as_tier_error(self._name, error))
-        return TransferOutcome((), is_fault=True)
+
+def _fail(health: BackendHealth, tier: str, error: Exception) -> TransferOutcome:
+    """Count a failure of the backend; return that no block was moved."""
+    health.on_failure(_as_tier_error(tier, error))
+    return TransferOutcome((), is_fault=True)
 
 
 def _as_tier_error(tier: str, error: Exception) -> TierError:
