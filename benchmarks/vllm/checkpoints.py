@@ -4,7 +4,9 @@ Nothing is downloaded. Weights are drawn wider than usual, so that an answer dep
 vLLM's own dummy weights a model gives the same answer whatever its cache holds.
 """
 
+import json
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 VOCAB_SIZE = 2048
@@ -65,4 +67,23 @@ def save_llama(folder: Path, shape: LlamaShape) -> Path:
     set_seed(SEED)
     with torch.no_grad():
         LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def save_adapter(folder: Path, shape: LlamaShape, seed: int, scaling: int = 16) -> Path:
+    """Save a LoRA adapter of a Llama's queries and keys in ``folder`` and return it."""
+    import torch
+    from safetensors.torch import save_file
+
+    rank, generator = 8, torch.Generator().manual_seed(seed)
+    sizes = {"q_proj": shape.hidden_size, "k_proj": shape.num_kv_heads * 64}
+    tensors = {}
+    for layer, (name, size) in product(range(shape.num_layers), sizes.items()):
+        prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+        tensors[f"{prefix}.lora_A.weight"] = 0.1 * torch.randn(rank, shape.hidden_size, generator=generator)
+        tensors[f"{prefix}.lora_B.weight"] = 0.1 * torch.randn(size, rank, generator=generator)
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": scaling, "target_modules": sorted(sizes)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder

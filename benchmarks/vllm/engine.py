@@ -49,6 +49,7 @@ class EngineOptions:
         arguments: more arguments of vLLM's ``LLM``.
         environment: more variables of its processes.
         request: more entries of each request.
+        adapter: folder of the LoRA adapter of each request; None: without one.
     """
 
     model: str
@@ -61,6 +62,7 @@ class EngineOptions:
     arguments: dict[str, Any] = field(default_factory=dict)  # Any: vLLM's own
     environment: dict[str, str] = field(default_factory=dict)
     request: dict[str, Any] = field(default_factory=dict)  # Any: vLLM's own
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,11 @@ class Engine:
         }
         self._llm = LLM(options.model, **(arguments | options.arguments))
         self._request = options.request
+        self._adapter = None
+        if options.adapter is not None:
+            from vllm.lora.request import LoRARequest
+
+            self._adapter = LoRARequest("adapter", 1, options.adapter)
         self._core = self._llm.llm_engine.engine_core.engine_core
         self._has_kvtier = options.settings is not None
 
@@ -144,7 +151,7 @@ class Engine:
         requests = [{"prompt_token_ids": list(prompt), **self._request} for prompt in prompts]
         loaded_before = self._loaded_tokens()
         start_s = time.perf_counter()
-        outputs = self._llm.generate(requests, sampling, use_tqdm=False)
+        outputs = self._llm.generate(requests, sampling, use_tqdm=False, lora_request=self._adapter)
         time_s = time.perf_counter() - start_s
         loaded = {
             source: num_tokens - loaded_before.get(source, 0)

@@ -25,7 +25,9 @@ class EngineProcess:
     def __enter__(self) -> "EngineProcess":
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=run_engine, args=(self._options, theirs), daemon=True)
+        # A daemon must have no children: an engine of several workers starts one for each.
+        is_alone = self._options.arguments.get("tensor_parallel_size", 1) == 1
+        self._process = context.Process(target=run_engine, args=(self._options, theirs), daemon=is_alone)
         self._process.start()
         theirs.close()
         try:

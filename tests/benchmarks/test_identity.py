@@ -8,7 +8,7 @@ import pytest
 from benchmarks.identity.changes import list_changes
 from benchmarks.identity.matrix import run_matrix
 from benchmarks.identity.row import UNCHANGED, Row, render_table, summarize
-from scripts.identity_matrix import BEGIN, END, write_page
+from scripts.identity_matrix import BEGIN, END, merge_rows, read_page, write_page
 
 CHANGES = {change.name: change for change in list_changes()}
 ROW = Row("weights", "one bit", 0, 0, 0.5, {"LMCache": False})
@@ -58,3 +58,14 @@ def test_the_page_gets_the_table_between_its_marks(tmp_path: Path) -> None:
     assert "| weights | one bit | 0 / 0 | 0.5 |  | same key |" in text
     assert render_table([ROW]) in text
     assert "old" not in text
+
+
+def test_rows_that_are_run_again_take_their_old_places_on_the_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}{END}after\n")
+    assert read_page(page) == []
+    other, new = replace(ROW, name="other"), replace(ROW, name="new")
+    write_page(page, [ROW, other])
+    assert read_page(page) == [ROW, other]
+    again = replace(ROW, num_found=16)
+    assert merge_rows(read_page(page), [new, again]) == [again, other, new]

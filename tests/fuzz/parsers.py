@@ -8,19 +8,22 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import xxhash
+from tests.connector.fakes import FakeSpec, hash_tokens, make_config
 
 from kvtier.base import OffloadKey
 from kvtier.config import parse_settings as parse_connector_settings
+from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.errors import KVTierError
 from kvtier.namespace import ABSENT, differences, parse_document
-from kvtier.observe.control_commands import make_command
-from kvtier.observe.control_wire import decode
+from kvtier.observe.control import EngineControl
+from kvtier.observe.control_commands import COMMANDS
+from kvtier.observe.control_wire import decode, encode
 from kvtier.settings import parse_settings
 from kvtier.sim.formats.registry import read_trace
 from kvtier.tiering.base import parse_tier_settings
@@ -193,12 +196,34 @@ def feed_settings(data: bytes) -> None:
 
 
 def feed_control(data: bytes) -> None:
-    """Read a line of the control socket and make the command that it asks for."""
-    try:
-        request = decode(data)
-        make_command(request.get("do"), request, lambda tokens: [b"hash"] * (len(tokens) // 16))
-    except KVTierError:
-        return
+    """Read lines of the control socket, begin what each asks for, and end the engine's step behind it."""
+    for control, _ in _list_engines():
+        for line in data.split(b"\n"):
+            error = ""
+            try:
+                ask = control.begin(decode(line))
+                control.on_step_end()
+                reply = ask.poll()
+                ask.cancel()
+                control.on_step_end()
+                encode(reply or {})
+            except KVTierError as refusal:
+                error = str(refusal)
+            assert len(error) < MAX_MESSAGE_CHARS, "a value was not cut"
+            encode({"ok": False, "error": error})
+            assert not control.has_commands, "a command whose client is gone goes on"
+
+
+@cache
+def _list_engines() -> Sequence[tuple[EngineControl, OffloadingConnectorScheduler]]:
+    """Return an engine without tenants and one with them and an audit, and the controls of both."""
+    return [_make_engine(), _make_engine(tenants={"team": {"quota_bytes": "1MiB"}, "*": {}}, audit_ratio=0.5)]
+
+
+def _make_engine(**settings: object) -> tuple[EngineControl, OffloadingConnectorScheduler]:
+    config = replace(make_config(), extra_config=settings)
+    control = EngineControl(config, hash_tokens)
+    return control, OffloadingConnectorScheduler(FakeSpec(config), control=control)
 
 
 def _expect_own_error(parse: Callable[[], object]) -> None:
@@ -225,6 +250,17 @@ QWEN_LINE = (
     b'{"chat_id": 1, "parent_chat_id": -1, "timestamp": 0.5, "input_length": 32, "output_length": 4, "type": "text", '
     b'"turn": 1, "hash_ids": [7, 8]}\n'
 )
+CONTROL_LINES = [
+    b'{"do": "hello"}',
+    b'{"do": "stats"}\n{"do": "resume"}',
+    b'{"do": "recent", "n": 10}',
+    b'{"do": "drain", "timeout_s": 2.5}',
+    b'{"do": "pin", "token_ids": [1, 2, 3, 4, 5], "lease_s": 5, "tenant": "team"}',
+    b'{"do": "unpin", "all": true}\n{"do": "unpin", "token_ids": [1, 2, 3, 4]}',
+    b'{"do": "prefetch", "token_ids": [1, 2, 3, 4], "timeout_s": 1}',
+    b'{"do": "purge", "all": true}',
+    b'{"do": "purge", "tiers": ["fs", "host"], "tenant": "team"}',
+]
 FS_TIER = b'{"type": "fs", "root_dir": "/x", "capacity_bytes": 1}'
 
 PARSERS = {
@@ -254,8 +290,17 @@ PARSERS = {
         Parser(
             "control",
             feed_control,
-            [b'{"do": "pin", "token_ids": [1, 2, 3], "lease_s": 5}', b'{"do": "purge", "all": true}'],
-            [b"unpin", b"prefetch", b"drain", b"tiers"],
+            CONTROL_LINES,
+            [
+                b'"all": true',
+                b'"do": ',
+                b'"lease_s": ',
+                b'"tenant": "team"',
+                b'"token_ids": [',
+                b'"tiers": [',
+                b"1e999",
+            ]
+            + [f'"{name}"'.encode() for name in COMMANDS],
         ),
     )
 }

@@ -69,8 +69,9 @@ def test_what_commands_print_becomes_numbers() -> None:
     )
     found = "Of 61 rows 2 find blocks of the other engine. Of those that both have in common 0 are missed."
     assert trust_table.read_identity(found) == Tally({"engines": 61}, wrong=2)
-    audited = "{'equal': 90.0, 'close': 8.0, 'wrong': 2.0, 'lost': 5.0} largest deviation 0.3 tolerances\n"
-    assert trust_table.read_audit(audited * 2) == Tally({"blocks": 200}, failed=4)
+    audited = "{'equal': 40, 'close': 8, 'wrong': 0, 'lost': 5} largest deviation 0.3 tolerances\n"
+    ended = "{'equal': 90, 'close': 8, 'wrong': 2, 'lost': 5} largest deviation 7 tolerances\n"
+    assert trust_table.read_audit(audited + ended) == Tally({"blocks": 100}, failed=2)
     assert trust_table.read_counts({"passed": 5, "failed": 1, "jobs": 9, "wrong": 2}) == Tally(
         {"cases": 6, "jobs": 9, "blocks": 0}, wrong=2, failed=1
     )

@@ -31,6 +31,9 @@ READING_S = 1.0
 WAITING_S = 0.1
 """Each time the engine waits, so much."""
 
+MAX_DRAINS = 10_000
+"""Tries to end everything; against a hang only."""
+
 
 class SlowSpec(TieringOffloadingSpec):
     """Host memory for one prompt, and behind it one tier that takes its time on the test's clock.
@@ -39,12 +42,16 @@ class SlowSpec(TieringOffloadingSpec):
         config: what the engine says of itself.
         clock: that clock.
         block_s: seconds that loading a block takes.
+
+    Attributes:
+        tiers: those that were built.
     """
 
     def __init__(self, config: OffloadingConfig, clock: ManualClock, block_s: float) -> None:
         super().__init__(config)
         self._clock = clock
         self._block_s = block_s
+        self.tiers: list[SlowTier] = []
 
     def make_manager(self) -> OffloadingManager:
         """Build the primary tier."""
@@ -53,6 +60,7 @@ class SlowSpec(TieringOffloadingSpec):
         def build() -> TieringOffloadingManager:
             primary = CPUPrimaryTierOffloadingManager(self.num_blocks, region)
             slow = SlowTier(make_example(primary.get_kv_memoryview()), self._clock, self._block_s)
+            self.tiers.append(slow)
             return TieringOffloadingManager(
                 primary, [slow], lookup_deadline_s=1000.0, measures_loads=True, clock=self._clock
             )
@@ -61,32 +69,68 @@ class SlowSpec(TieringOffloadingSpec):
 
 
 class Bench:
-    """An engine with a slow tier."""
+    """An engine with a slow tier.
+
+    Args:
+        make_engine: makes an engine that ends with the test.
+        llama: its model.
+        load_if: the setting.
+        block_s: seconds that loading a block takes.
+        reading_s: seconds that pass when the engine looks at its clock.
+        waiting_s: seconds that pass when it waits.
+        chunk_tokens: tokens of a prompt that are computed in one step; fewer take more readings.
+        settings: more settings.
+    """
 
     def __init__(
-        self, make_engine: MakeEngine, llama: LlamaForCausalLM, load_if: str, block_s: float
+        self,
+        make_engine: MakeEngine,
+        llama: LlamaForCausalLM,
+        load_if: str,
+        block_s: float,
+        *,
+        reading_s: float = READING_S,
+        waiting_s: float = WAITING_S,
+        chunk_tokens: int = 64,
+        **settings: object,
     ) -> None:
         clock = ManualClock()
+        self._specs: list[SlowSpec] = []
 
         def read() -> float:
-            clock.advance(READING_S)
+            clock.advance(reading_s)
             return clock()
 
         def pause(seconds: float) -> None:
-            clock.advance(WAITING_S)
+            clock.advance(waiting_s)
             time.sleep(seconds)  # as the engine does: the thread that copies has to run
 
         def make_spec(config: OffloadingConfig) -> OffloadingSpec:
-            return SlowSpec(config, clock, block_s)
+            self._specs.append(spec := SlowSpec(config, clock, block_s))
+            return spec
 
-        settings = {"cpu_bytes_to_use": 12 * ROW_BYTES, "secondary_tiers": [], "load_if": load_if}
-        self.engine = make_engine(llama, extra_config=settings, make_spec=make_spec, clock=read, pause=pause)
+        own = {"cpu_bytes_to_use": 12 * ROW_BYTES, "secondary_tiers": [], "load_if": load_if}
+        self.engine = make_engine(
+            llama,
+            extra_config=own | settings,
+            prefill_chunk_tokens=chunk_tokens,
+            make_spec=make_spec,
+            clock=read,
+            pause=pause,
+        )
+
+    def set_block_s(self, block_s: float) -> None:
+        """Let blocks take so many seconds from now on."""
+        for spec in self._specs:
+            for tier in spec.tiers:
+                tier.block_s = block_s
 
     def run(self, prompt: list[int]) -> GenerationResult:
         """Answer a prompt of which the device holds nothing."""
         self.engine.drop_device_cache()
         result = self.engine.run(prompt, NUM_NEW_TOKENS, return_logits=True)
-        assert self.engine.drain(1e6)
+        # The tier does not wait for a load that is under way; each try lets some time pass.
+        assert any(self.engine.drain(1e6) for _ in range(MAX_DRAINS))
         return result
 
 

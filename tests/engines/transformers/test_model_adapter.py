@@ -1,5 +1,7 @@
 """Models are read by what they do, and those without a cache that can be shared are refused."""
 
+import importlib.util
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -11,9 +13,11 @@ from transformers import (
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
+    cache_utils,
 )
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
+from kvtier.engines.transformers import model_adapter
 from kvtier.engines.transformers.model_adapter import ModelAdapter
 from kvtier.engines.transformers.tiny_models import build_tiny_model
 from kvtier.errors import ModelError
@@ -24,6 +28,22 @@ def test_shapes_are_what_the_model_hands_to_its_cache(llama: LlamaForCausalLM) -
     assert [(layer.num_key_heads, layer.key_dim) for layer in shape.layers] == [(2, 12)] * 3
     assert shape.dtype == torch.float32
     assert shape.token_bytes == 3 * 2 * 2 * 12 * 4
+
+
+def test_a_release_of_transformers_without_empty_layers_can_be_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The environment of vLLM 0.32 has transformers 5.19, which has none."""
+    monkeypatch.delattr(cache_utils, "DummyLayer", raising=False)
+    spec = importlib.util.spec_from_file_location("anew", model_adapter.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    anew = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "anew", anew)  # dataclasses look their module up
+    spec.loader.exec_module(anew)
+
+    assert anew.EMPTY_LAYER_TYPES == ()
+    assert None not in anew.SERVED_LAYER_TYPES
 
 
 def make_t5() -> PreTrainedModel:

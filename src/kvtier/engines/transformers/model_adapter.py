@@ -17,10 +17,9 @@ from enum import Enum
 from math import prod
 
 import torch
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     Cache,
-    DummyLayer,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -32,13 +31,17 @@ from transformers.cache_utils import (
 from kvtier.engines.transformers.rope import read_rope_ranges
 from kvtier.errors import ModelError
 
+EMPTY_LAYER_TYPES: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
+"""Layers of a cache that hold nothing. transformers 5.19 has no such class, 5.23 has (23 November 2026); vLLM's
+environments may have either."""
+
 SERVED_LAYER_TYPES = (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
-    DummyLayer,
+    *EMPTY_LAYER_TYPES,
 )
 """Layers that hold one key and one value for each token, recurrent states, both or nothing; subclasses hold more and
 are refused."""
@@ -330,7 +333,7 @@ def _read_shape(model: PreTrainedModel, cache: DynamicCache) -> KVShape:
             layers.append(LayerShape(name, *sizes))
         if isinstance(layer, LinearAttentionLayer):
             states += _read_states(name, layer)
-        if len(layers) + len(states) == found and not isinstance(layer, DummyLayer):
+        if len(layers) + len(states) == found and not isinstance(layer, EMPTY_LAYER_TYPES):
             raise ModelError(
                 f"{type(model).__name__} left its KV cache empty in layer {index} ({type(layer).__name__}): it does "
                 "not use one there, or keeps its state elsewhere"

@@ -9,9 +9,15 @@ that the model overwrites.
 from collections.abc import Callable, Sequence
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
-from kvtier.engines.transformers.model_adapter import KVShape, LayerShape, StateKind, StateShape
+from kvtier.engines.transformers.model_adapter import (
+    EMPTY_LAYER_TYPES,
+    KVShape,
+    LayerShape,
+    StateKind,
+    StateShape,
+)
 from kvtier.errors import ModelError
 
 GROWTH_FACTOR = 1.5
@@ -304,9 +310,10 @@ class SequenceCache(Cache):
 
 def _make_layer(
     shape: KVShape, layer: LayerShape | None, states: Sequence[StateShape], capacity_tokens: int
-) -> SequenceLayer | StateLayer | DummyLayer:
+) -> SequenceLayer | StateLayer | CacheLayerMixin:
     if layer is None:
-        return StateLayer(states, shape.device) if states else DummyLayer()  # type: ignore[no-untyped-call]  # as above
+        # The shape says so only where the model's own cache had such a layer.
+        return StateLayer(states, shape.device) if states else EMPTY_LAYER_TYPES[0]()
     if states:
         return StateAndSequenceLayer(states, layer, shape.dtype, shape.device, capacity_tokens)
     return SequenceLayer(layer, shape.dtype, shape.device, capacity_tokens)
