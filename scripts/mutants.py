@@ -32,6 +32,9 @@ SUITE_TIMEOUT_S = 600.0
 PAGE = ROOT / "docs" / "results" / "mutants.md"
 BEGIN, END = "<!-- made by scripts.mutants -->\n", "<!-- end -->\n"
 HEAD = "| mutant | killed by | after |\n|---|---|---|"
+SUMMARY_HEAD = (
+    "| mutants | killed by the storm | survive | first seed | operations at most |\n|---|---|---|---|---|"
+)
 _BROKEN = re.compile(r"BROKEN after (\d+) operations")
 
 
@@ -150,7 +153,8 @@ def main(arguments: Sequence[str]) -> int:
     summary = f"{len(verdicts)} mutants, {by_storm} killed by the storm, {survivors} survive"
     print(summary)
     if options.page and not options.only:
-        found = f"{summary}, from seed {options.seed}, at most {options.operations:,} operations for each."
+        counts = (len(verdicts), by_storm, survivors, options.seed, options.operations)
+        found = f"{SUMMARY_HEAD}\n| {' | '.join(f'{count:,}' for count in counts)} |"
         text = write_page(PAGE.read_text(encoding="utf-8"), [*lines, "", found])
         PAGE.write_text(text, encoding="utf-8")
     return int(survivors > 0 or (not options.only and by_storm < options.least))

@@ -15,6 +15,9 @@ from kvtier.testing.storm.world import World
 RECOVERY_S = 120.0
 """Longer than any pause of a breaker, of a key whose load failed, or of a server that was away."""
 
+FORGET_S = 3.0
+"""Longer than "not held" is believed: a lookup that hung when time went on was answered so."""
+
 PROBED_BLOCKS = 30
 """Blocks of each tier that are looked for before and after a purge, or after the end of their time."""
 
@@ -63,6 +66,9 @@ class Settling:
             believed = sorted(world.router.believed.get(name, ())) if place.is_honest else ()
             for group, block_hash in believed:
                 is_held = self._lookup(tier, world.key_of(group, block_hash))
+                if is_held is False:
+                    world.clock.advance(FORGET_S)
+                    is_held = self._lookup(tier, world.key_of(group, block_hash))
                 is_over = place.ttl_s is not None  # it may be, and the tier learns of it when it looks
                 if (
                     is_held is False and place.is_honest and not is_over
