@@ -46,6 +46,12 @@ SUITES = (
         "the embedded engine: first tokens, no hits, a step's scheduler side",
         "benchmarks.engine.suite",
     ),
+    Suite(
+        "burst",
+        "many short requests at once: loads and stores, against one request of as many blocks",
+        "benchmarks.burst.suite",
+        "requests",
+    ),
     Suite("vllm", "real vLLM engines: first tokens, no hits", "benchmarks.vllm.suite"),
     Suite(
         "growth-blocks",

@@ -71,6 +71,12 @@ TIER_TRAFFIC = (
         "keys",
     ),
     counter(
+        "kvtier_tier_joined_jobs",
+        TIER + "joined_jobs",
+        "Small jobs that one of its threads moved with one call, together with others.",
+        "jobs",
+    ),
+    counter(
         "kvtier_tier_existing_blocks",
         TIER + "<existed|held_blocks>",
         "Blocks to store that the tier had already.",

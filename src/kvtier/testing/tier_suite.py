@@ -303,6 +303,31 @@ class TierSuite(ABC):
             assert (miss.cause, miss.tier) == (MissCause.DAMAGED, driver.tier.get_tier_type())
         driver.poll_until(lambda: driver.store([1, 2]).success and driver.load_right([1, 2]) == {1, 2})
 
+    def test_small_jobs_of_many_requests_at_once_have_the_outcomes_that_each_has_alone(
+        self, tmp_path: Path
+    ) -> None:
+        numbers, damaged, absent = list(range(48)), 5, 1000
+        with self.drive(tmp_path, num_rows=64) as driver:
+            driver.place(numbers, numbers)
+            stores = [driver.submit([number], [number], is_promotion=False) for number in numbers]
+            assert all(driver.wait(job_id).success for job_id in stores)
+            is_damaged = self.damage(driver.tier, key_of(damaged))
+            alone = driver.load([absent], [63])
+            driver.rows[:] = SPOILT
+            wanted = [*numbers[:20], absent, *numbers[20:]]
+            loads = {
+                number: driver.submit([number], [slot], is_promotion=True)
+                for slot, number in enumerate(wanted)
+            }
+            for slot, number in enumerate(wanted):
+                result = driver.wait(loads[number])
+                assert result.success == (number != absent and not (number == damaged and is_damaged)), number
+                if result.success:
+                    driver.require_right([(number, slot)])
+                if number == absent:
+                    assert result.is_fault == alone.is_fault, "another job's fault is taken for this one's"
+            assert np.all(driver.rows[len(wanted) :] == SPOILT)
+
     def test_a_dropped_block_is_gone_and_the_others_stay(self, driver: TierDriver) -> None:
         if not isinstance(driver.tier, DroppingTier):
             pytest.skip("the tier cannot delete single blocks")

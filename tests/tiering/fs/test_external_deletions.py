@@ -272,10 +272,11 @@ class Remover:
                 carry_out(self._remove, self._root)
 
 
+@pytest.mark.parametrize("job_blocks", [1, NUM_ROWS // 2], ids=["small jobs", "one job"])
 @pytest.mark.parametrize("call", ["pwritev", "link", "preadv"])
 @removed
 def test_a_removal_under_jobs_costs_no_report_and_leaves_no_room_taken(
-    start_tier: StartTier, root: Path, remove: Remove, call: str
+    start_tier: StartTier, root: Path, remove: Remove, call: str, job_blocks: int
 ) -> None:
     remover = Remover(root, remove)
     # One thread: the removal is not to come between another's calls, which would make rmtree fail, not the tier.
@@ -285,7 +286,10 @@ def test_a_removal_under_jobs_costs_no_report_and_leaves_no_room_taken(
 
     half = NUM_ROWS // 2
     driver.place(range(100, 100 + half), range(half))
-    jobs = [driver.submit([100 + slot], [slot], is_promotion=False) for slot in range(half)]
+    slots_of_jobs = [list(range(slot, slot + job_blocks)) for slot in range(0, half, job_blocks)]
+    jobs = [
+        driver.submit([100 + slot for slot in slots], slots, is_promotion=False) for slots in slots_of_jobs
+    ]
     jobs += [driver.submit([BLOCKS[0], BLOCKS[1]], [half, half + 1], is_promotion=True) for _ in range(half)]
     driver.poll_until(lambda: all(job in driver.results for job in jobs))
     driver.poll()

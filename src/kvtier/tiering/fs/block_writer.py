@@ -113,7 +113,7 @@ class BlockWriter:
                 ):
                     break
         finally:
-            reservation.end(self._usage)
+            self._evictor.on_reserved(0, reservation.end(self._usage))
             if self._outage.is_out or self._full_disk.is_out:
                 self._report(outcomes, reservation)
             if deletions.num_seen != num_deletions:

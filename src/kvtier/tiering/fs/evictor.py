@@ -154,7 +154,7 @@ class Evictor:
         self._thread.start()
 
     def on_reserved(self, num_recycled: int, record: UsageRecord | None) -> None:
-        """Start a round, without waiting for it, after a reservation that it has work from.
+        """Start a round, without waiting for it, after a reservation, or the end of one, that it has work from.
 
         That is one that used up recycled files or the slack, or found the bytes uncounted.
 

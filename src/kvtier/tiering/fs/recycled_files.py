@@ -211,15 +211,15 @@ class Reservation:
         else:
             self.recycled.discard(target)
 
-    def end(self, usage: SharedUsage) -> None:
-        """Give back what was not used, and record the rest in the shared count."""
+    def end(self, usage: SharedUsage) -> UsageRecord | None:
+        """Give back what was not used, record the rest in the shared count, and return that where it has changed."""
         for target in self.in_use:
             self.recycled.discard(target)
         unused = [target for target in self.targets if target is not None]
         if unused:
             self.recycled.give_back(unused)
         num_written = self.num_reserved - (len(self.targets) - len(unused))
-        usage.end_reservation(self.num_reserved * self.block_bytes, num_written * self.block_bytes)
+        return usage.end_reservation(self.num_reserved * self.block_bytes, num_written * self.block_bytes)
 
 
 def plan_excess(record: UsageRecord, block_bytes: int, recycled_bytes: int) -> int:

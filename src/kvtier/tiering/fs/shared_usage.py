@@ -312,15 +312,15 @@ class SharedUsage:
             return Grant(num_taken, None, is_fault=update.is_fault)
         return Grant(num_taken + granted, update.record)
 
-    def end_reservation(self, reserved_bytes: int, written_bytes: int) -> None:
+    def end_reservation(self, reserved_bytes: int, written_bytes: int) -> UsageRecord | None:
         """End a reservation: ``written_bytes`` of it are on the disk, the rest is given back.
 
         When all of it was written and other threads are still writing, the record gets it with the next change or from
         the last of them. Until then the bytes count as in flight, so nothing is missed. The last also gives back the
-        surplus.
+        surplus. Return the record where it has changed.
         """
         if not reserved_bytes:
-            return
+            return None
         unused_bytes = reserved_bytes - written_bytes
         with self._lock:
             self._open_bytes -= reserved_bytes
@@ -332,9 +332,11 @@ class SharedUsage:
             # Under the lock: the last to end must find what those before it have left to it.
             change = Change(-unused_bytes, -reserved_bytes, written_bytes)
             self._unwritten.append(change)
-        if is_last or unused_bytes:
-            with self._updating():
-                pass  # it writes what is unwritten
+        if not (is_last or unused_bytes):
+            return None
+        with self._updating() as update:
+            pass  # it writes what is unwritten
+        return update.record if update.is_written else None
 
     def remove(self, num_bytes: int) -> None:
         """Count ``num_bytes`` as gone from the disk."""

@@ -138,14 +138,14 @@ class FSBlockStore(BlockStore[FSNamespace]):
             self.siblings.forget(stored)
         reached = list(outcomes.values())
         num_written = reached.count(StoreOutcome.WRITTEN)
-        num_failed = reached.count(StoreOutcome.FAILED)
+        failed = [key for key, outcome in outcomes.items() if outcome is StoreOutcome.FAILED]
         self._counters.add(
             stored_blocks=num_written,
             stored_bytes=num_written * self._row_bytes,
-            declined=len(reached) - len(stored) - num_failed,
-            store_errors=num_failed,
+            declined=len(reached) - len(stored) - len(failed),
+            store_errors=len(failed),
         )
-        return TransferOutcome(held + stored, is_fault=num_failed > 0)
+        return TransferOutcome(held + stored, is_fault=bool(failed), faults=failed)
 
     def load(
         self, namespace: FSNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
@@ -159,7 +159,8 @@ class FSBlockStore(BlockStore[FSNamespace]):
         if absent:
             self._check_folders_of(namespace, absent)
         self._counters.add(hits=len(succeeded), loaded_bytes=len(succeeded) * self._row_bytes)
-        return TransferOutcome(succeeded, is_fault=not FAULTS.isdisjoint(failures.values()))
+        faults = [key for key, failure in failures.items() if failure in FAULTS]
+        return TransferOutcome(succeeded, is_fault=bool(faults), faults=faults)
 
     def _remove_expired(
         self, namespace: FSNamespace, keys: Sequence[OffloadKey], expiry: BlockExpiry

@@ -106,6 +106,7 @@ class FSTier(ThreadedTier[FSNamespace], EvictionReporter, PlaceTier, ProbedTier,
                 # What is found on the disk goes into the index, which evictions leave: no answer is cached.
                 positive_ttl_s=0.0,
                 negative_ttl_s=fs_settings.negative_ttl_s,
+                joins_jobs=True,
                 num_store_threads=plan_num_store_threads(
                     fs_settings, count_usable_cores(), has_direct_io=has_direct_io
                 ),

@@ -1,8 +1,9 @@
 """Threads that move the blocks of jobs: two queues, loads first, bounded.
 
 A job comes with the function that moves some of its blocks. A job of many blocks is cut into tasks as threads become
-free, so one large job uses every thread and many small ones share them. A job is reported once, when no thread touches
-its slots any more.
+free, so one large job uses every thread and many small ones share them. Small jobs that come with the same function are
+joined: a thread moves them with one call, and each is still reported by itself. A job is reported once, when no thread
+touches its slots any more.
 
 A job that is not finished by its deadline loses the tasks that have not begun: their keys have failed. A task that is
 in a system call just then is waited for, because a slot that may still be written must stay reserved; a call that never
@@ -14,12 +15,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import NamedTuple
 
 from kvtier.base import JobId, OffloadKey
 from kvtier.errors import TierError, format_foreign
 from kvtier.tiering.base import JobMetadata, JobResult
+from kvtier.tiering.kit.envelope import MAX_KEY_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +31,23 @@ class TransferOutcome(NamedTuple):
     Attributes:
         succeeded: the keys whose bytes were moved.
         is_fault: whether what failed counts against the tier; no room or an evicted block does not.
+        faults: which of the keys that failed do; None: all of them where ``is_fault``. A store whose tier joins jobs
+            names them, so that the fault of one job is not taken for another's.
     """
 
     succeeded: Collection[OffloadKey]
     is_fault: bool = False
+    faults: Collection[OffloadKey] | None = None
 
+
+LEAST_JOINED_BLOCKS = 16
+"""Blocks up to which small jobs are joined although other threads have nothing to do, where a call costs much beside
+its blocks (``cuts_evenly``). With fewer, such calls take most of the time; with more a thread moves alone what several
+could."""
+
+MAX_JOINED_BYTES = 2 * 2**20
+"""Bytes of several jobs that are moved with one call. A request waits for the others in its call: about a millisecond
+for so many. Fewer make more calls of short requests; more only make requests wait."""
 
 OVERDUE_CHECK_S = 1.0
 """Seconds between two looks whether a job that is waited for is overdue, which matters only while each thread hangs."""
@@ -61,13 +74,22 @@ class _PoolJob:
     num_running_tasks: int = 0
     succeeded: list[OffloadKey] = field(default_factory=list)
     is_fault: bool = False
+    is_alone: bool = False
+
+
+@dataclass(slots=True)
+class _Queue:
+    """The jobs of one direction that have blocks to begin, and how many blocks these are."""
+
+    jobs: deque[_PoolJob] = field(default_factory=deque)
+    num_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """Some blocks of a job, moved by one thread with one call."""
+    """Some blocks of a job, or all of several small ones, moved by one thread with one call."""
 
-    job: _PoolJob
+    jobs: Sequence[_PoolJob]
     keys: Sequence[OffloadKey]
     block_ids: Sequence[int]
     is_store: bool
@@ -88,6 +110,8 @@ class IOPool:
             what a transfer costs once per call, and a load waits that much longer behind a store.
         cuts_evenly: whether a job has no tasks smaller than a thread's share of it. Smaller ones at its end let
             threads end together, and each costs a call.
+        max_joined_blocks: blocks of several whole jobs that a thread moves with one call; 1 joins none. Jobs are joined
+            that were submitted with the same object as ``run``.
         max_queued_blocks: blocks that may wait for a thread; a submit beyond it raises.
     """
 
@@ -100,6 +124,7 @@ class IOPool:
         num_store_threads: int | None = None,
         max_task_blocks: int = 1,
         cuts_evenly: bool = False,
+        max_joined_blocks: int = 1,
         max_queued_blocks: int = DEFAULT_MAX_QUEUED_BLOCKS,
     ) -> None:
         self._name = name
@@ -110,13 +135,15 @@ class IOPool:
         self._clock = clock
         self._max_task_blocks = max_task_blocks
         self._cuts_evenly = cuts_evenly
+        self._max_joined_blocks = min(max_joined_blocks, max_task_blocks)
+        self._least_joined_blocks = LEAST_JOINED_BLOCKS if cuts_evenly else 1
         self._max_queued_blocks = max_queued_blocks
         self._changed = threading.Condition()
-        self._loads: deque[_PoolJob] = deque()
-        self._stores: deque[_PoolJob] = deque()
+        self._loads = _Queue()
+        self._stores = _Queue()
         self._reports: list[JobResult] = []
         self._num_open_jobs = 0
-        self._num_queued_blocks = 0
+        self._num_joined_jobs = 0
         self._num_timeout_blocks = 0
         self._num_alive_threads = 0
         self._num_storing_threads = 0
@@ -139,7 +166,7 @@ class IOPool:
         with self._changed:
             if self._is_closed:
                 raise TierError(self._name, f"job {job.job_id} came after shutdown; nothing was started")
-            num_queued = self._num_queued_blocks + len(job.keys)
+            num_queued = self._loads.num_blocks + self._stores.num_blocks + len(job.keys)
             if num_queued > self._max_queued_blocks:
                 limit = f"{num_queued} blocks would wait, at most {self._max_queued_blocks} may"
                 raise TierError(self._name, f"job {job.job_id} declined: {limit}")
@@ -149,8 +176,9 @@ class IOPool:
             if not job.keys:
                 self._report_if_ended(opened)
                 return
-            self._num_queued_blocks = num_queued
-            (self._loads if job.is_promotion else self._stores).append(opened)
+            queue = self._loads if job.is_promotion else self._stores
+            queue.num_blocks += len(job.keys)
+            queue.jobs.append(opened)
             self._changed.notify_all()
 
     def get_finished(self) -> list[JobResult]:
@@ -176,7 +204,9 @@ class IOPool:
     def oldest_wait_s(self) -> float:
         """Return the age in seconds of the oldest job that no thread has begun, 0 when there is none."""
         with self._changed:
-            waiting = [job.submitted_s for job in (*self._loads, *self._stores) if job.num_begun == 0]
+            waiting = [
+                job.submitted_s for job in (*self._loads.jobs, *self._stores.jobs) if job.num_begun == 0
+            ]
         return max(0.0, self._clock() - min(waiting)) if waiting else 0.0
 
     def drain(self, timeout_s: float) -> bool:
@@ -192,19 +222,20 @@ class IOPool:
         """
         with self._changed:
             self._is_closed = True
-            for job in (*self._loads, *self._stores):
-                self._fail_unbegun(job)
-            self._loads.clear()
-            self._stores.clear()
+            for queue in (self._loads, self._stores):
+                for job in queue.jobs:
+                    self._fail_unbegun(queue, job)
+                queue.jobs.clear()
             self._changed.notify_all()
             return self._changed.wait_for(lambda: self._num_alive_threads == 0, timeout_s)
 
     def stats(self) -> dict[str, float]:
-        """Return the queue's gauges and the count of blocks that failed at a deadline."""
+        """Return the queue's gauges, and counts of jobs that were joined and of blocks that failed at a deadline."""
         with self._changed:
             return {
                 "open_jobs": self._num_open_jobs,
-                "queued_blocks": self._num_queued_blocks,
+                "queued_blocks": self._loads.num_blocks + self._stores.num_blocks,
+                "joined_jobs": self._num_joined_jobs,
                 "timeout": self._num_timeout_blocks,
             }
 
@@ -221,22 +252,23 @@ class IOPool:
 
     def _work(self) -> None:
         while (task := self._take_task()) is not None:
+            first = task.jobs[0]
             outcome = TransferOutcome((), is_fault=True)
             try:
-                outcome = task.job.run(task.keys, task.block_ids)
+                outcome = first.run(task.keys, task.block_ids)
             except Exception as error:  # noqa: BLE001  # thread top
                 # Not its text: a client's may quote a request, and a request may carry a secret.
-                logger.error("tier %s: job %d failed\n%s", self._name, task.job.job_id, format_foreign(error))  # noqa: TRY400
+                logger.error("tier %s: job %d failed\n%s", self._name, first.job_id, format_foreign(error))  # noqa: TRY400
             self._finish(task, outcome)
 
     def _take_task(self) -> _Task | None:
         with self._changed:
             while True:
                 may_store = self._num_storing_threads < self._num_store_threads
-                queue = self._loads or (self._stores if may_store else None)
-                if queue and queue[0].deadline_s <= self._clock():
-                    self._fail_unbegun(queue.popleft(), is_timeout=True)
-                elif queue:
+                queue = self._loads if self._loads.jobs or not may_store else self._stores
+                if queue.jobs and queue.jobs[0].deadline_s <= self._clock():
+                    self._fail_unbegun(queue, queue.jobs.popleft(), is_timeout=True)
+                elif queue.jobs:
                     return self._cut_task(queue)
                 elif self._is_closed:
                     self._num_alive_threads -= 1
@@ -245,48 +277,100 @@ class IOPool:
                 else:
                     self._changed.wait()
 
-    def _cut_task(self, queue: deque[_PoolJob]) -> _Task:
-        job = queue[0]
+    def _cut_task(self, queue: _Queue) -> _Task:
+        job = queue.jobs[0]
         begin = job.num_begun
         is_store = queue is self._stores
         num_threads = self._num_store_threads if is_store else self._num_threads
-        # A share of what waits, not of the job: only the last tasks are small, so that threads end together. The
-        # next few jobs are enough, since each has a block at least.
-        waiting = islice(queue, num_threads)
-        share = -(-sum(len(other.keys) - other.num_begun for other in waiting) // num_threads)
+        # A share of what waits, not of the job: only the last tasks are small, so that threads end together.
+        share = -(-queue.num_blocks // num_threads)
+        num_joined = max(share, self._least_joined_blocks)
         if self._cuts_evenly:
             share = max(share, -(-len(job.keys) // num_threads))
         end = min(begin + min(share, self._max_task_blocks), len(job.keys))
+        task = _Task([job], job.keys[begin:end], job.block_ids[begin:end], is_store)
+        is_small = end - begin == len(job.keys) < self._max_joined_blocks
+        if is_small and len(queue.jobs) > 1 and not job.is_alone:
+            task = self._join_jobs(queue, min(num_joined, self._max_joined_blocks), is_store=is_store)
+        elif end == len(job.keys):
+            queue.jobs.popleft()
         job.num_begun = end
-        job.num_running_tasks += 1
+        for one in task.jobs:
+            one.num_running_tasks += 1
         self._num_storing_threads += is_store
-        self._num_queued_blocks -= end - begin
-        if end == len(job.keys):
-            queue.popleft()
-        return _Task(job, job.keys[begin:end], job.block_ids[begin:end], is_store)
+        queue.num_blocks -= len(task.keys)
+        return task
+
+    def _join_jobs(self, queue: _Queue, max_blocks: int, *, is_store: bool) -> _Task:
+        """Take the first job, and those behind it that fit beside it into ``max_blocks`` and one call."""
+        first = queue.jobs.popleft()
+        jobs, keys, block_ids = [first], list(first.keys), list(first.block_ids)
+        known = set(keys)
+        while queue.jobs:
+            job = queue.jobs[0]
+            is_whole = job.num_begun == 0 and len(keys) + len(job.keys) <= max_blocks
+            # A store of blocks need not expect one of them twice in a call.
+            if not is_whole or job.run is not first.run or job.is_alone or not known.isdisjoint(job.keys):
+                break
+            jobs.append(queue.jobs.popleft())
+            job.num_begun = len(job.keys)
+            keys += job.keys
+            block_ids += job.block_ids
+            known.update(job.keys)
+        self._num_joined_jobs += len(jobs) if len(jobs) > 1 else 0
+        return _Task(jobs, keys, block_ids, is_store)
 
     def _finish(self, task: _Task, outcome: TransferOutcome) -> None:
         with self._changed:
             # No other thread is woken although it may store now: this one looks for work next.
             self._num_storing_threads -= task.is_store
-            task.job.num_running_tasks -= 1
-            task.job.succeeded.extend(outcome.succeeded)
-            task.job.is_fault |= outcome.is_fault
-            self._report_if_ended(task.job)
+            for job in task.jobs:
+                job.num_running_tasks -= 1
+            if len(task.jobs) > 1:
+                self._finish_joined(task, outcome)
+                return
+            job = task.jobs[0]
+            job.succeeded.extend(outcome.succeeded)
+            job.is_fault |= outcome.is_fault
+            self._report_if_ended(job)
+
+    def _finish_joined(self, task: _Task, outcome: TransferOutcome) -> None:
+        """Give each job of a call what is its own of the outcome."""
+        succeeded, faults = frozenset(outcome.succeeded), frozenset(outcome.faults or ())
+        if outcome.is_fault and not succeeded and not faults:
+            self._separate(task)
+            return
+        for job in task.jobs:
+            job.succeeded.extend(filter(succeeded.__contains__, job.keys))
+            job.is_fault = outcome.is_fault and (outcome.faults is None or not faults.isdisjoint(job.keys))
+            self._report_if_ended(job)
+
+    def _separate(self, task: _Task) -> None:
+        """Queue the jobs of a call that has failed as a whole again, each by itself: it may have been one's fault."""
+        queue = self._stores if task.is_store else self._loads
+        for job in reversed(task.jobs):
+            job.num_begun = 0
+            job.is_alone = True
+            queue.num_blocks += len(job.keys)
+            if self._is_closed:
+                self._fail_unbegun(queue, job)
+            else:
+                queue.jobs.appendleft(job)
+        self._changed.notify_all()
 
     def _expire(self, now_s: float) -> None:
         for queue in (self._loads, self._stores):
-            overdue = [job for job in queue if job.deadline_s <= now_s]
+            overdue = [job for job in queue.jobs if job.deadline_s <= now_s]
             for job in overdue:
-                queue.remove(job)
-                self._fail_unbegun(job, is_timeout=True)
+                queue.jobs.remove(job)
+                self._fail_unbegun(queue, job, is_timeout=True)
 
-    def _fail_unbegun(self, job: _PoolJob, *, is_timeout: bool = False) -> None:
+    def _fail_unbegun(self, queue: _Queue, job: _PoolJob, *, is_timeout: bool = False) -> None:
         """Fail the blocks that no thread has begun; the caller takes the job out of its queue."""
         num_dropped = len(job.keys) - job.num_begun
         job.num_begun = len(job.keys)
         job.is_fault = True
-        self._num_queued_blocks -= num_dropped
+        queue.num_blocks -= num_dropped
         self._num_timeout_blocks += num_dropped if is_timeout else 0
         self._report_if_ended(job)
 
@@ -309,3 +393,30 @@ class IOPool:
         self._reports.append(result)
         self._num_open_jobs -= 1
         self._changed.notify_all()
+
+
+def plan_max_joined_blocks(row_bytes: int) -> int:
+    """Return how many blocks of several jobs are moved with one call. Pure."""
+    return max(1, MAX_JOINED_BYTES // max(1, row_bytes))
+
+
+def check_job(job: JobMetadata, num_rows: int, tier: str) -> None:
+    """Refuse a job that no thread could carry out.
+
+    Raises:
+        TierError: keys and slots do not fit together, or one of them cannot be.
+    """
+
+    def refusal(reason: str) -> TierError:
+        return TierError(tier, f"job {job.job_id} {reason}")
+
+    if len(job.keys) != len(job.block_ids):
+        counts = f"{len(job.keys)} keys and {len(job.block_ids)} slots"
+        raise refusal(f"has {counts}: give one slot for each key")
+    too_long = next((key for key in job.keys if not 0 < len(key) <= MAX_KEY_BYTES), None)
+    if too_long is not None:
+        limit = f"1 to {MAX_KEY_BYTES} bytes fit into a header"
+        raise refusal(f"has a key of {len(too_long)} bytes: {limit}")
+    if job.keys and not (job.block_ids.min() >= 0 and job.block_ids.max() < num_rows):
+        slots = f"slots {job.block_ids.min()} to {job.block_ids.max()}"
+        raise refusal(f"names {slots}, the primary has {num_rows}")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FunctionType, MappingProxyType
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
@@ -42,7 +42,7 @@ from kvtier.tiering.kit.backend import BlockStore
 from kvtier.tiering.kit.direct import DirectUse
 from kvtier.tiering.kit.envelope import MAX_KEY_BYTES
 from kvtier.tiering.kit.health import BackendHealth
-from kvtier.tiering.kit.io_pool import IOPool, Transfer, TransferOutcome
+from kvtier.tiering.kit.io_pool import IOPool, Transfer, TransferOutcome, check_job, plan_max_joined_blocks
 from kvtier.tiering.kit.lookup import AsyncLookup, Generation
 from kvtier.tiering.kit.purging import BackgroundPurge, RemoveBlocks
 from kvtier.tiering.kit.tier_encryption import open_tier_encryption
@@ -50,6 +50,10 @@ from kvtier.tiering.kit.tier_encryption import open_tier_encryption
 logger = logging.getLogger(__name__)
 
 S = TypeVar("S")
+
+SAME_DEADLINE_RATIO = 0.01
+"""Jobs are joined that were submitted within this share of ``job_timeout_s``: the first one's deadline holds for the
+call, so the others have this much less. Far more than a step takes; with zero no jobs of two steps are joined."""
 
 STILL_CALLED_IN_CHILD = frozenset({"get_tier_type", "on_forked", "shutdown"})
 """What of a tier a forked child may still call; its other public methods raise there."""
@@ -75,6 +79,8 @@ class ThreadOptions:
         num_store_threads: how many of the threads may store at the same time, None for each.
         cuts_evenly: whether a job is cut into as few tasks as keep every thread busy. True where a call costs much
             beside its blocks, as a server's answer does; False where the last small tasks let threads end together.
+        joins_jobs: whether a thread may move small jobs of several requests with one call of the block store, which
+            then names the faults among the blocks that failed (``TransferOutcome.faults``).
     """
 
     num_threads: int
@@ -83,6 +89,7 @@ class ThreadOptions:
     negative_ttl_s: float = DEFAULT_NEGATIVE_TTL_S
     num_store_threads: int | None = None
     cuts_evenly: bool = False
+    joins_jobs: bool = False
 
 
 class ThreadedTier(
@@ -135,6 +142,7 @@ class ThreadedTier(
             num_store_threads=options.num_store_threads,
             max_task_blocks=options.max_task_blocks,
             cuts_evenly=options.cuts_evenly,
+            max_joined_blocks=plan_max_joined_blocks(self._row_bytes) if options.joins_jobs else 1,
         )
         self._lookup = AsyncLookup(
             name,
@@ -147,6 +155,8 @@ class ThreadedTier(
         self._purge = None if remove_blocks is None else BackgroundPurge(name, remove_blocks)
         self._open_stores: dict[JobId, tuple[OffloadKey, ...]] | None = {} if settings.emit_events else None
         self._namespace = self._open_namespace(b"")
+        self._joins_jobs = options.joins_jobs
+        self._bound: dict[_Move[S], _BoundTransfer] = {}
         self.direct = DirectUse(
             self._pool,
             self._contains_batch,
@@ -187,12 +197,12 @@ class ThreadedTier(
         return self._lookup.lookup(key)
 
     def submit_store(self, job: JobMetadata) -> None:
-        self._submit(job, self._store)
+        self._submit(job, self._store, may_join=self._joins_jobs)
         if self._open_stores is not None:
             self._open_stores[job.job_id] = job.keys
 
     def submit_load(self, job: JobMetadata) -> None:
-        self._submit(job, self._load)
+        self._submit(job, self._load, may_join=self._joins_jobs)
 
     def get_finished(self) -> Iterable[JobResult]:
         # For callers that never end a step; for others nothing is left to send.
@@ -306,15 +316,20 @@ class ThreadedTier(
         """Return the blocks whose store has not been reported yet; without ``emit_events`` none is recorded."""
         return frozenset().union(*(self._open_stores or {}).values())
 
-    def _submit(self, job: JobMetadata, move: "_Move[S]") -> None:
+    def _submit(self, job: JobMetadata, move: "_Move[S]", *, may_join: bool = False) -> None:
         """Queue a job with what moves its blocks, bound to the namespace of now."""
         check_job(job, self._num_rows, self._name)
-        timeout_s = self.settings.job_timeout_s
-        block_store = self._block_store.with_deadline(self._clock() + timeout_s)
-        run: Transfer = partial(move, block_store, self._namespace, self._lookup.generation)
-        if self._encryption is not None:
-            run = self._encryption.bind(run)
-        self._pool.submit(job, run, timeout_s)
+        timeout_s, now_s, generation = self.settings.job_timeout_s, self._clock(), self._lookup.generation
+        bound = self._bound.get(move) if may_join else None
+        if bound is None or bound.generation != generation or bound.until_s < now_s:
+            block_store = self._block_store.with_deadline(now_s + timeout_s)
+            run: Transfer = partial(move, block_store, self._namespace, generation)
+            if self._encryption is not None:
+                run = self._encryption.bind(run)
+            bound = _BoundTransfer(run, generation, now_s + SAME_DEADLINE_RATIO * timeout_s)
+            if may_join:
+                self._bound[move] = bound
+        self._pool.submit(job, bound.run, timeout_s)
 
     def explain_keyless(self, key: OffloadKey) -> Miss | None:
         """Return that the ring has no key for the tenant of ``key``; None where it has, or nothing is encrypted."""
@@ -443,34 +458,21 @@ def _refuse_in_child() -> None:
 
 os.register_at_fork(after_in_child=_refuse_in_child)
 
+
+class _BoundTransfer(NamedTuple):
+    """What moves the blocks of jobs submitted until ``until_s`` on the clock; the pool joins jobs that share it."""
+
+    run: Transfer
+    generation: Generation
+    until_s: float
+
+
 _Move = Callable[
     [BlockStore[S], S, Generation, Sequence[OffloadKey], Sequence[int]],
     TransferOutcome,
 ]
 """Moves blocks of one job: the store until the job's deadline, the namespace and the generation of its submission,
 keys, slots. What a job of before a reset finds out says nothing about the present namespace."""
-
-
-def check_job(job: JobMetadata, num_rows: int, tier: str) -> None:
-    """Refuse a job that no thread could carry out.
-
-    Raises:
-        TierError: keys and slots do not fit together, or one of them cannot be.
-    """
-
-    def refusal(reason: str) -> TierError:
-        return TierError(tier, f"job {job.job_id} {reason}")
-
-    if len(job.keys) != len(job.block_ids):
-        counts = f"{len(job.keys)} keys and {len(job.block_ids)} slots"
-        raise refusal(f"has {counts}: give one slot for each key")
-    too_long = next((key for key in job.keys if not 0 < len(key) <= MAX_KEY_BYTES), None)
-    if too_long is not None:
-        limit = f"1 to {MAX_KEY_BYTES} bytes fit into a header"
-        raise refusal(f"has a key of {len(too_long)} bytes: {limit}")
-    if job.keys and not (job.block_ids.min() >= 0 and job.block_ids.max() < num_rows):
-        slots = f"slots {job.block_ids.min()} to {job.block_ids.max()}"
-        raise refusal(f"names {slots}, the primary has {num_rows}")
 
 
 def require_lasting_keys(config: OffloadingConfig, tier: str) -> None:

@@ -341,7 +341,9 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
             declined=sum(answer in NO_ROOM for answer in answers),
             store_errors=failed.total(),
         )
-        return TransferOutcome(succeeded, is_fault=failed.total() > 0)
+        fine = HELD | NO_ROOM
+        faults = [key for key, answer in zip(keys, answers, strict=True) if answer not in fine]
+        return TransferOutcome(succeeded, is_fault=bool(faults), faults=faults)
 
     def _count_loaded(
         self, keys: Sequence[OffloadKey], failures: Sequence[TierFailure | None]
@@ -349,7 +351,8 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
         succeeded = [key for key, failure in zip(keys, failures, strict=True) if failure is None]
         reasons = Counter(failure.value for failure in failures if failure is not None)
         self._counters.add(hits=len(succeeded), loaded_bytes=len(succeeded) * self._rows.row_bytes, **reasons)
-        return TransferOutcome(succeeded, is_fault=any(failure in FAULTS for failure in failures))
+        faults = [key for key, failure in zip(keys, failures, strict=True) if failure in FAULTS]
+        return TransferOutcome(succeeded, is_fault=bool(faults), faults=faults)
 
     def _log_failed(self, verb: str, counts: Counter[int]) -> None:
         for answer, count in counts.items():

@@ -87,7 +87,11 @@ class MooncakeTier(ThreadedTier[MooncakeNamespace], PlaceTier, ProbedTier, MissE
             settings,
             block_store=store,
             options=ThreadOptions(
-                num_threads, max_task_blocks=task_blocks, positive_ttl_s=POSITIVE_TTL_S, cuts_evenly=True
+                num_threads,
+                max_task_blocks=task_blocks,
+                positive_ttl_s=POSITIVE_TTL_S,
+                cuts_evenly=True,
+                joins_jobs=True,
             ),
             clock=clock,
             remove_blocks=store.remove_all,

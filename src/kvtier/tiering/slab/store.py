@@ -146,15 +146,15 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
         finally:
             opened.slots.complete_store(plan.pins, written, stored_s or NO_TIME)
         others = opened.slots.wait_written(namespace, plan.awaited, PEER_WAIT_S) if plan.awaited else []
-        num_failed = len(plan.pins) - len(written)
+        failed = [pin.key for pin in plan.pins if pin.key not in written]
         succeeded = {*plan.held, *written, *others}
         self._counters.add(
             stored_blocks=len(written),
             stored_bytes=len(written) * self._rows.row_bytes,
-            declined=len(slot_of) - len(succeeded) - num_failed,
-            store_errors=num_failed,
+            declined=len(slot_of) - len(succeeded) - len(failed),
+            store_errors=len(failed),
         )
-        return TransferOutcome(succeeded, is_fault=num_failed > 0)
+        return TransferOutcome(succeeded, is_fault=bool(failed), faults=failed)
 
     def _load(
         self,
@@ -179,7 +179,8 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
             opened.slots.complete_load([move.pin for move in moves], lost)
         succeeded = [move.pin.key for move in moves if move.pin.key not in failures]
         self._count_loads(len(succeeded), len(keys) - len(moves), failures.values())
-        return TransferOutcome(succeeded, is_fault=not FAULTS.isdisjoint(failures.values()))
+        faults = [key for key, failure in failures.items() if failure in FAULTS]
+        return TransferOutcome(succeeded, is_fault=bool(faults), faults=faults)
 
     def drop(self, namespace: SlabNamespace, keys: Sequence[OffloadKey]) -> None:
         with self._current.use() as opened:

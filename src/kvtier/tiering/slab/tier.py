@@ -123,7 +123,7 @@ class SlabTier(
             settings,
             block_store=store,
             # The slot table has every block: no answer is cached beyond the moment of the start.
-            options=ThreadOptions(threads, max_task_blocks, positive_ttl_s=0.0),
+            options=ThreadOptions(threads, max_task_blocks, positive_ttl_s=0.0, joins_jobs=True),
             clock=clock,
             remove_blocks=store.remove_all,
         )

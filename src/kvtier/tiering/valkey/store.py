@@ -233,8 +233,12 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
             self.siblings.forget([*held, *written])
         if self._quotas is not None:
             self._quotas.on_stored(written, self._value_bytes)
-        failed = [reply for reply in replies if not _is_done(reply) and error_code(reply) != "OOM"]
-        return TransferOutcome([*held, *written], is_fault=any(map(self._servers.is_fault, failed)))
+        faults = [
+            key
+            for (key, _), reply in zip(todo, replies, strict=True)
+            if not _is_done(reply) and error_code(reply) != "OOM" and self._servers.is_fault(reply)
+        ]
+        return TransferOutcome([*held, *written], is_fault=bool(faults), faults=faults)
 
     def load(
         self, namespace: ValkeyNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
@@ -255,7 +259,7 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
             raise
         succeeded: list[OffloadKey] = []
         damaged: list[OffloadKey] = []
-        is_fault = False
+        faults: list[OffloadKey] = []
         for target, reply in zip(targets, replies, strict=True):
             failure = _failure_of(target, reply)
             if failure is None:
@@ -263,7 +267,8 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
                 continue
             self._counters.add(**{failure.value: 1})
             is_away = failure is TierFailure.IO_ERROR
-            is_fault |= failure in FAULTS and (not is_away or self._servers.is_fault(reply))
+            if failure in FAULTS and (not is_away or self._servers.is_fault(reply)):
+                faults.append(target.key)
             if failure is TierFailure.DAMAGED:
                 damaged.append(target.key)
             elif failure is TierFailure.FOREIGN:
@@ -272,7 +277,7 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         self.losses.on_used(succeeded)
         self.losses.on_damaged(damaged)
         self._remove(namespace, damaged)
-        return TransferOutcome(succeeded, is_fault)
+        return TransferOutcome(succeeded, is_fault=bool(faults), faults=faults)
 
     def check_reachable(self) -> None:
         self._servers.check_reachable()

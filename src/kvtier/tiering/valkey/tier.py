@@ -96,6 +96,7 @@ class ValkeyTier(ThreadedTier[ValkeyNamespace], PlaceTier, ProbedTier, MissExpla
                 max_task_blocks=min(MAX_TASK_BLOCKS, max(1, MAX_TASK_BYTES // max(1, rows.row_bytes))),
                 positive_ttl_s=POSITIVE_TTL_S,
                 cuts_evenly=True,
+                joins_jobs=True,
             ),
             clock=clock,
             remove_blocks=partial(remove_from_place, partial(open_valkey_place, own)),

@@ -1,0 +1,1 @@
+"""Many short requests that arrive in one step."""
