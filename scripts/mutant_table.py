@@ -132,8 +132,8 @@ MUTANTS = (
     Mutant(
         "a job that is overdue is forgotten",
         "tiering/kit/io_pool.py",
-        "                queue.remove(job)\n                self._fail_unbegun(job, is_timeout=True)",
-        "                queue.remove(job)",
+        "                queue.jobs.remove(job)\n                self._fail_unbegun(queue, job, is_timeout=True)",
+        "                queue.jobs.remove(job)",
     ),
     Mutant(
         "answers of before a reset are believed after it",

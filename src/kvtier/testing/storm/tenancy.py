@@ -156,7 +156,7 @@ class HostWatch:
 
     def _watch_lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         answer = self._lookup(key, req_context)
-        if answer and self._ttl_s is not None and self._clock() - self._stored_s[key] >= self._ttl_s:
+        if answer and self._ttl_s is not None and self._stored_s[key] <= self._clock() - self._ttl_s:
             raise BrokenLawError("host memory serves a block beyond its time to live")
         return answer
 
