@@ -161,9 +161,10 @@ def test_a_tier_that_is_not_required_ends_no_start(
     lines = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
     assert len(lines) == (0 if tiers else 1)
     if not tiers:
-        assert str(tmp_path / "place") in lines[0]
+        shown = str(tmp_path / "place")[:50]  # values are cut at 80 characters
+        assert shown in lines[0]
         with pytest.raises((PlaceError, TierError)) as caught:
             start(entry | {"required": True}, rows)
         assert isinstance(caught.value, KVTierError)
-        assert str(tmp_path / "place") in str(caught.value)
+        assert shown in str(caught.value)
         assert ": " in str(caught.value)

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvtier.base import OffloadKey, ReqContext
+from kvtier.config import ModelIdentity
 from kvtier.errors import TierError
 from kvtier.histogram import HistogramSnapshot
 from kvtier.tiering.base import (
@@ -88,6 +89,9 @@ class WrappedTier(
 
     def reset(self, epoch: bytes) -> None:
         self.inner.reset(epoch)
+
+    def switch_model(self, model: ModelIdentity) -> None:
+        self.inner.switch_model(model)
 
     def stats(self) -> dict[str, float]:
         return self.inner.stats()

@@ -21,6 +21,9 @@ from kvtier.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 Block = tuple[int, bytes]
 """KV group and content hash."""
 
+ROUNDING_S = 1e-3
+"""What ages may differ by that are computed in another order, or read from the times of files."""
+
 
 class BrokenLawError(AssertionError):
     """A law that does not hold."""
@@ -109,7 +112,7 @@ class WatchedTier(WrappedTier, MissExplainer):
             return
         for key in job.keys if result.success else result.successful_keys or ():
             stored_s = self.place.stored_s.get(key)
-            if stored_s is not None and begun_s - stored_s >= ttl_s:
+            if stored_s is not None and begun_s - stored_s >= ttl_s + ROUNDING_S:
                 raise BrokenLawError(f"{self.get_tier_type()} has served a block beyond its time to live")
 
     def _open(self, job: JobMetadata) -> None:
