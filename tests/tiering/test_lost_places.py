@@ -91,7 +91,10 @@ def test_a_lost_place_opens_the_breaker_which_closes_when_it_is_back(
         number += 1
     driver.evict_everything()
     assert driver.search_until_known([1, 2], ReqContext("while it is away")) == 0
-    assert len(caplog.records) == 1
+    lines = [record.getMessage() for record in caplog.records]
+    # The tier may have looked while its count was deleted and the folder was not yet there, which it says as well.
+    assert len([line for line in lines if "was deleted by another program" not in line]) == 1
+    assert len(lines) <= 2
 
     find(place)
     driver.clock.advance(OPEN_S)
