@@ -1,13 +1,16 @@
 """A simulation says why each prompt token was computed, in the words of the connector."""
 
+from collections import Counter
 from dataclasses import replace
 
+import pytest
 from tests.sim.test_simulate import ENGINE, FAST, request, trace_of
 
 from kvtier.misses import MissCause, RequestRecord
-from kvtier.sim.model import HostModel
+from kvtier.sim.model import EngineModel, HostModel
 from kvtier.sim.simulate import simulate
 from kvtier.sim.tier import TierModel
+from kvtier.sim.trace import Trace, make_trace
 
 
 def test_hits_and_causes_of_misses_sum_to_the_prompts() -> None:
@@ -18,6 +21,30 @@ def test_hits_and_causes_of_misses_sum_to_the_prompts() -> None:
     assert num_hits + sum(found.missed_tokens.values()) == found.total.num_prompt_tokens
     assert found.to_json()["missed_tokens"] == found.missed_tokens
     assert simulate(trace, ENGINE, None).missed_tokens == {}
+
+
+@pytest.mark.traces
+def test_origins_and_causes_sum_to_the_prompt_for_each_request_of_a_chat_service(conversation: Trace) -> None:
+    """Law 10, where requests wait, evict each other's blocks, and find them in host memory and on a disk."""
+    trace = make_trace(conversation.requests[:3000], conversation.block_tokens)
+    engine = EngineModel(
+        trace.block_tokens,
+        block_bytes=1 << 20,
+        num_device_blocks=1000,
+        prefill_tokens_per_s=100_000,
+        decode_tokens_per_s=10_000,
+        max_step_tokens=8192,
+    )
+    host = HostModel(2000, tiers=(TierModel("disk", 8000, FAST),))
+    records: list[RequestRecord] = []
+    found = simulate(trace, engine, host, on_record=records.append)
+
+    for record in records:
+        record.check()
+    prompts = Counter(one.num_prompt_tokens for one in trace.requests)
+    assert Counter(record.num_prompt_tokens for record in records) == prompts
+    assert {origin for record in records for origin in record.tokens_by_origin} == {"device", "host", "disk"}
+    assert sum(record.num_missed_tokens for record in records) == sum(found.missed_tokens.values())
 
 
 def test_a_large_tier_knows_a_block_that_left_by_those_behind_it() -> None:
