@@ -157,7 +157,9 @@ class Evictor:
 
     def _wait_due(self) -> bool:
         with self._changed:
-            pause_s = LOOK_S if self._expiry is None else self._expiry.pass_s
+            pause_s = None if self._quotas is None else LOOK_S
+            if self._expiry is not None:
+                pause_s = self._expiry.pass_s
             while not self._changed.wait_for(lambda: self._is_pass_due or self._is_closed, pause_s):
                 if self._expiry is not None or (self._quotas is not None and self._quotas.is_due):
                     break

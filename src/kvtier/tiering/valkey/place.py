@@ -50,7 +50,7 @@ BATCH_NAMES = 500
 
 OWN_NAMES = "kvtier:*"
 
-NAMED_VERBS = frozenset({"GET", "MEMORY USAGE", "OBJECT IDLETIME", "STRLEN", "UNLINK"})
+NAMED_VERBS = frozenset({"GET", "GETRANGE", "MEMORY USAGE", "OBJECT IDLETIME", "STRLEN", "UNLINK"})
 """Commands about one name. Each node of a cluster is asked about the names that it lists, and where one of its slots is
 just arriving it answers only those that say ASKING; to other nodes that word means nothing."""
 

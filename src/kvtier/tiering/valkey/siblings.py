@@ -150,7 +150,8 @@ class ValkeySiblings(SiblingPlace):
             if not isinstance(answer, list) or len(answer) != 2:
                 break
             cursor, page = answer
-            names.update(one for one in page if isinstance(one, bytes)) if isinstance(page, list) else None
+            if isinstance(page, list):
+                names.update(one for one in page if isinstance(one, bytes))
             if cursor == b"0" and self._servers.has_one_node:
                 return str(len(names))
             if cursor == b"0" or not isinstance(cursor, bytes):
