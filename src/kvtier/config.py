@@ -401,6 +401,8 @@ class OffloadingConfig:
         pipeline_parallel_size: workers that split layers.
         context_parallel_size: workers that split tokens.
         num_hosts: machines the workers are on.
+        has_local_workers: whether the engine knows that its workers and its scheduler are on one machine. Otherwise
+            each keeps its own rows in host memory alone, whatever they hold alike.
         enable_events: whether managers record OffloadingEvents.
         engine_kind: which engine laid out the bytes, for example "transformers".
         engine_host_bytes: host memory that the engine takes for itself, all of its processes together; None: unknown.
@@ -425,6 +427,7 @@ class OffloadingConfig:
     pipeline_parallel_size: int = 1
     context_parallel_size: int = 1
     num_hosts: int = 1
+    has_local_workers: bool = True
     enable_events: bool = False
     engine_kind: str = ""
     engine_host_bytes: int | None = None

@@ -93,7 +93,20 @@ def test_all_sides_report_one_identity(engine: Engine) -> None:
     regions = [engine.region(rank) for rank in (None, 0, 1)]
 
     assert len({region.identity for region in regions}) == 1
+    assert len({region.shared_identity for region in regions}) == 1
     assert [region.is_creator for region in regions] == [True, False, False]
+
+
+def test_the_regions_of_two_machines_differ_though_their_files_may_have_one_inode(
+    engine: Engine, tmp_path: Path
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    elsewhere = Engine(tmp_path / "elsewhere")
+    here, there = engine.region(None), elsewhere.region(1)
+
+    # Tmpfs counts inodes from one for each mount, so only the random number tells machines apart.
+    assert here.shared_identity[1] != there.shared_identity[1]
+    there.cleanup()
 
 
 @pytest.mark.parametrize(

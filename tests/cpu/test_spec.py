@@ -1,7 +1,6 @@
 """The spec derives sizes, refuses what cannot work, and builds each half once."""
 
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -94,7 +93,7 @@ def test_handlers_are_told_how_to_copy_on_cuda(
             told.append(named["cuda_copier"])
             super().__init__(*arguments, **named)
 
-    monkeypatch.setattr(sys.modules[spec_class.__module__], "CpuGpuOffloadingHandlers", Handlers)
+    monkeypatch.setattr("kvtier.cpu.spec.CpuGpuOffloadingHandlers", Handlers)
     settings: dict[str, Any] = {"cpu_bytes_to_use": "1MB", "secondary_tiers": []}  # Any: as JSON brings them
     if value is not None:
         settings["cuda_copier"] = value

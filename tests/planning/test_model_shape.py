@@ -1,11 +1,14 @@
 """Bytes of keys and values of known models, against arithmetic by hand; what is not known is refused by name."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
+from kvtier.cpu.spec import CPUOffloadingSpec
 from kvtier.errors import ConfigError
 from kvtier.planning.model_shape import (
     LayerGroup,
@@ -259,6 +262,29 @@ def test_a_hybrid_keeps_a_state_for_each_block_which_vllm_makes_as_long_as_a_sta
     assert shape.load_bytes(8000) == 8000 * 24576 + 36 * STATE_BYTES
     assert shape.stored_bytes_per_token(2) == shape.bytes_per_token
     assert any("36 layers keep a recurrent state" in line for line in shape.assumptions)
+
+
+@pytest.mark.parametrize(("num_kv_heads", "num_workers"), [(1, 1), (1, 8), (2, 8), (8, 4), (8, 8)])
+def test_what_is_said_to_be_stored_is_the_row_that_host_memory_has(
+    num_kv_heads: int, num_workers: int
+) -> None:
+    shape = ModelShape((LayerGroup(4, 256 * num_kv_heads, num_kv_heads=num_kv_heads),), "bfloat16")
+    heads_of_worker = max(1, num_kv_heads // num_workers)
+    held_by = max(1, num_workers // num_kv_heads)
+    group = KVGroup(16, ("layers",), 16 * 4 * 256 * heads_of_worker, workers_per_part=held_by)
+    config = OffloadingConfig(
+        "size",
+        ModelIdentity("m"),
+        (group,),
+        16,
+        world_size=num_workers,
+        extra_config={"cpu_bytes_to_use": "1MiB"},
+    )
+    apart = replace(config, has_local_workers=False)
+
+    assert CPUOffloadingSpec(config).row_stride == 16 * shape.stored_bytes_per_token(num_workers)
+    own = shape.stored_bytes_per_token(num_workers, shares_copies=False)
+    assert CPUOffloadingSpec(apart).row_stride == 16 * own
 
 
 def test_layer_types_and_a_period_describe_the_same_hybrid() -> None:

@@ -152,8 +152,8 @@ def list_notes(one: ModelSize) -> Iterator[str]:
         )
     elif own != one.bytes_per_token:
         yield (
-            f"what several of {one.tensor_parallel_size} workers hold is stored once, as under vLLM with tiers: "
-            f"in host memory alone each stores its copy, and a token takes {format_kib(own)}"
+            f"what several of {one.tensor_parallel_size} workers hold is stored once, as under vLLM: in host memory "
+            f"alone with a smaller /dev/shm each stores its copy, and a token takes {format_kib(own)}"
         )
     yield from shape.assumptions
     yield "blocks are taken as full; the last block of a prompt may not be"

@@ -114,7 +114,7 @@ class OffloadingWorkerMetadata:
     Attributes:
         completed_jobs: how many workers have ended each job, well or badly.
         failed_jobs: the jobs that failed on at least one of them.
-        region_identities: device and inode of the region of each worker that reports for the first time.
+        region_identities: identity of the region of each worker that reports for the first time.
         layerwise_workers: change of the number of workers that can load layer by layer.
         load_bytes: bytes of loads that ended, all workers together.
         load_time_s: seconds that copying them took; workers copy at the same time, so it is the longest of them.

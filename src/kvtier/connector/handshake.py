@@ -63,8 +63,9 @@ class RegionHandshake:
     def _refuse(self, identity: tuple[int, int]) -> None:
         self._is_refused = True
         logger.error(
-            "a worker mapped region (device, inode) %s but the scheduler mapped %s: offloading stays off. "
-            "Give each engine its own instance_id, and check that all its processes see the same /dev/shm",
+            "a worker mapped region (inode, random number) %s but the scheduler mapped %s: offloading stays off. "
+            "Give each engine its own instance_id, and check that all its processes are on one machine and see the "
+            "same /dev/shm",
             identity,
             self._identity,
         )

@@ -259,8 +259,9 @@ class RegionOwner(Protocol):
     """
 
     def region_identity(self) -> tuple[int, int] | None:
-        """Return device and inode of the region that this half has mapped, or None when there is none.
+        """Return the identity of the region that this half has mapped, or None when there is none.
 
+        It is the same two numbers in all processes that share the memory, and others on another machine.
         The worker half calls this after ``get_handlers``, the scheduler half after ``get_manager``.
         """
 

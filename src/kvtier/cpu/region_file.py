@@ -17,10 +17,11 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import stat
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
@@ -40,7 +41,11 @@ wastes its core."""
 TRAILER_BYTES = 4096
 """The geometry follows the rows in its own page, so that rows start at the file's first byte."""
 
-MAGIC = "kvtier-region-1"
+MAGIC = "kvtier-region-2"
+
+RegionIdentity = tuple[int, int]
+"""Inode of a region's file, and the random number that its creator drew. It is equal in all processes that share the
+memory, and different on two machines, whose files may well have the same device and inode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +79,9 @@ class RegionGeometry:
         """Bytes of the file: rows and trailer."""
         return self.trailer_offset + TRAILER_BYTES
 
-    def encode(self) -> bytes:
+    def encode(self, token: int) -> bytes:
         """Return the trailer's text."""
-        return json.dumps({"magic": MAGIC, **asdict(self)}).encode() + b"\n"
+        return json.dumps({"magic": MAGIC, "token": token, **asdict(self)}).encode() + b"\n"
 
     def __str__(self) -> str:
         return (
@@ -94,6 +99,7 @@ class RegionFile:
         fd: its descriptor; the lock lives as long as it or a duplicate.
         identity: (device, inode).
         is_creator: whether this process created it.
+        token: the random number of its creator.
         pid: this process; a child that it forks shares the lock, and must not use or give it back.
     """
 
@@ -101,6 +107,7 @@ class RegionFile:
     fd: int
     identity: tuple[int, int]
     is_creator: bool
+    token: int = 0
     pid: int = field(default_factory=os.getpid)
 
     @property
@@ -225,12 +232,13 @@ def _create(
     try:
         _check_memory(file.path, geometry, memory_limit())
         _reserve(file, geometry)
-        os.pwrite(file.fd, geometry.encode(), geometry.trailer_offset)
+        token = secrets.randbits(63)
+        os.pwrite(file.fd, geometry.encode(token), geometry.trailer_offset)
     except BaseException:
         file.path.unlink()
         raise
     fcntl.flock(file.fd, fcntl.LOCK_SH)
-    return file if is_at_path(file.path, file.identity) else _Step.START_OVER
+    return replace(file, token=token) if is_at_path(file.path, file.identity) else _Step.START_OVER
 
 
 def _join(file: RegionFile, geometry: RegionGeometry) -> RegionFile | _Step:
@@ -238,19 +246,20 @@ def _join(file: RegionFile, geometry: RegionGeometry) -> RegionFile | _Step:
     if not is_at_path(file.path, file.identity):
         return _Step.START_OVER
     # A creator that has opened the file but not locked it yet also leaves it empty.
-    written = _read_geometry(file.fd)
-    if written is None:
+    trailer = _read_trailer(file.fd)
+    if trailer is None:
         return _Step.WAIT
+    written, token = trailer
     if written != geometry:
         raise RegionGeometryError(
             f"region {file.path} is in use with {written}, requested are {geometry}: give this engine "
             "another instance_id, or the same settings on all of its processes"
         )
-    return file
+    return replace(file, token=token)
 
 
-def _read_geometry(fd: int) -> RegionGeometry | None:
-    """Return the geometry, which the creator writes last; None before that."""
+def _read_trailer(fd: int) -> tuple[RegionGeometry, int] | None:
+    """Return the geometry and the creator's random number, which it writes last; None before that."""
     size_bytes = os.fstat(fd).st_size
     if size_bytes < TRAILER_BYTES:
         return None
@@ -259,7 +268,8 @@ def _read_geometry(fd: int) -> RegionGeometry | None:
         fields = json.loads(line)
         if fields.pop("magic") != MAGIC:
             return None
-        return RegionGeometry(**fields)
+        token = int(fields.pop("token"))
+        return RegionGeometry(**fields), token
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 

@@ -22,6 +22,7 @@ from kvtier.cpu.region_file import (
     SHARED_MEMORY_DIRECTORY,
     RegionFile,
     RegionGeometry,
+    RegionIdentity,
     leave_region_file,
     make_region_path,
     open_region_file,
@@ -73,7 +74,8 @@ class SharedOffloadRegion:
         row_stride: bytes from one row to the next.
         num_workers: as given.
         cpu_page_size: as given.
-        identity: (device, inode) of the file: equal in all processes that share the memory.
+        identity: (device, inode) of the file, by which a name is known to lead to it.
+        shared_identity: equal in exactly the processes that share the memory, whatever their machine.
         is_creator: whether this process created the file.
     """
 
@@ -106,6 +108,7 @@ class SharedOffloadRegion:
         self.mmap_path = str(path)
         self.fd = self._file.fd
         self.identity = self._file.identity
+        self.shared_identity: RegionIdentity = (self._file.identity[1], self._file.token)
         self.is_creator = self._file.is_creator
         self.mmap_obj: mmap.mmap | None = _map(self._file, total_size_bytes, is_prefaulted=prefault)
 

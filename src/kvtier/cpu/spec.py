@@ -1,14 +1,21 @@
 """Builds both halves of offloading to host memory alone from one configuration.
 
-Sizes follow from the configuration alone, so that all processes of an engine agree on them. A spec with secondary tiers
-overrides the alignment of rows and gives its handlers a region.
+Sizes follow from the configuration and the machine's fixed sizes alone, so that all processes of an engine agree on
+them. A spec with secondary tiers overrides the alignment of rows and always has a region.
+
+Rows are private memory of each worker, or one region in shared memory. In a region the scheduler's side maps the rows
+without a rank, and each worker's side maps the same with its rank. The scheduler starts no transfer before every worker
+has shown that it mapped the same memory; then the region's name is removed, so that the kernel takes the memory back
+however the processes die. The name does not keep out another engine with the same instance id: before its removal such
+an engine would join, and afterwards the name is free again. The scheduler's side therefore holds the id while it lives.
+Without secondary tiers a region is made only where several workers hold the same bytes, and shared memory has room.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from kvtier.base import (
     CanonicalKVCaches,
@@ -22,16 +29,19 @@ from kvtier.cpu.auto_size import AutoSize, find_auto_size
 from kvtier.cpu.common import AuditLoadStoreSpec, CPULoadStoreSpec
 from kvtier.cpu.compare import FORMATS, KVFormat, find_format
 from kvtier.cpu.gpu_worker import CpuGpuOffloadingHandlers, OthersStores
-from kvtier.cpu.instance_lock import InstanceLock, remove_dead_locks
+from kvtier.cpu.instance_lock import InstanceLock, remove_dead_locks, remove_dead_regions
 from kvtier.cpu.manager import CPUOffloadingManager
-from kvtier.cpu.region_file import SHARED_MEMORY_DIRECTORY
+from kvtier.cpu.region_file import SHARED_MEMORY_DIRECTORY, RegionIdentity
 from kvtier.cpu.row_layout import check_page_sizes, plan_layout
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion, plan_row_stride
 from kvtier.errors import ConfigError, RegionError, RegionMemoryError, shorten
+from kvtier.limits import find_mount_size
 from kvtier.namespace import make_namespace
 from kvtier.tenants import Tenants, make_tenants
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class CPUOffloadingSpec(OffloadingSpec):
@@ -47,6 +57,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         system_root: the folder that holds /proc, /sys and /dev, from which "auto" follows.
         tenants: the tenants of requests; None where there are none.
         row_alignment_bytes: ``row_stride`` is a multiple of it; 1 packs rows without gaps.
+        needs_region: whether something beside the workers reads the rows, so that they are always in a region.
         has_region: whether the rows are in a region that processes find by the instance id.
         cpu_page_size_per_worker: bytes of one block on one worker: those of the largest group.
         workers_per_part: consecutive workers whose bytes a row has once: in a region those that hold the same.
@@ -61,7 +72,7 @@ class CPUOffloadingSpec(OffloadingSpec):
     """
 
     row_alignment_bytes: ClassVar[int] = 1
-    has_region: ClassVar[bool] = False
+    needs_region: ClassVar[bool] = False
     system_root: ClassVar[Path] = Path("/")
 
     def __init__(self, config: OffloadingConfig) -> None:
@@ -73,6 +84,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         self.max_tracker_size = settings.max_tracker_size
         largest_page_bytes = max(group.page_size_bytes for group in config.groups)
         self.cpu_page_size_per_worker = largest_page_bytes * self.block_size_factor
+        self.has_region = self.needs_region or self._can_share_rows()
         # Private rows cannot be shared, so there each worker keeps its own.
         self.workers_per_part = config.workers_per_part if self.has_region else 1
         self.num_row_parts = config.world_size // self.workers_per_part
@@ -87,6 +99,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         self._manager: OffloadingManager | None = None
         self._handlers: CpuGpuOffloadingHandlers | None = None
         self._instance_lock: InstanceLock | None = None
+        self._region: SharedOffloadRegion | None = None
 
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
@@ -125,7 +138,15 @@ class CPUOffloadingSpec(OffloadingSpec):
             self._handlers.detach()
 
     def make_manager(self) -> OffloadingManager:
-        """Build the scheduler side; a subclass adds tiers."""
+        """Build the scheduler side, with a region where there is one."""
+        if not self.has_region:
+            return self.build_manager(None)
+        remove_dead_regions()
+        region = self.make_region(rank=None)
+        return self._keep(region, lambda: self.build_manager(region))
+
+    def build_manager(self, region: SharedOffloadRegion | None) -> OffloadingManager:
+        """Build the manager of the rows; a subclass adds tiers."""
         return CPUOffloadingManager(
             self.num_blocks,
             cache_policy=self.eviction_policy,
@@ -138,14 +159,14 @@ class CPUOffloadingSpec(OffloadingSpec):
         )
 
     def make_handlers(self, kv_caches: CanonicalKVCaches) -> CpuGpuOffloadingHandlers:
-        """Build the worker side with private rows; a subclass gives it a region."""
-        return CpuGpuOffloadingHandlers(
-            kv_caches,
-            self.block_size_factor,
-            self.num_blocks,
-            cuda_copier=self.config.settings.cuda_copier,
-            audit_format=self.audit_format,
-        )
+        """Build the worker side, with private rows or over the region."""
+        if not self.has_region:
+            return self._build_handlers(kv_caches, None)
+        rank = self.config.rank
+        if rank is None:
+            raise ConfigError("rank", rank, "a worker needs its number, from 0 to world_size - 1")
+        region = self.make_region(rank)
+        return self._keep(region, lambda: self._build_handlers(kv_caches, region))
 
     def make_region(self, rank: int | None) -> SharedOffloadRegion:
         """Create or join the engine's region.
@@ -165,21 +186,30 @@ class CPUOffloadingSpec(OffloadingSpec):
                 self.num_row_parts,
                 self.cpu_page_size_per_worker,
                 row_alignment_bytes=self.row_alignment_bytes,
+                # Without tiers the scheduler's side reads no row; it maps the region to know its identity.
+                prefault=rank is not None or self.needs_region,
             )
         except RegionMemoryError as error:
             if self.auto_size is None:
                 raise
             raise RegionMemoryError(f'{error}; now it is "auto", {self.auto_size}') from error
 
-    def release_rows(self) -> None:
-        """Free the rows' memory where the handlers and the manager do not; idempotent."""
+    def region_identity(self) -> RegionIdentity | None:
+        """Return the identity of the memory that this half has mapped, None before it has or without a region."""
+        return None if self._region is None else self._region.shared_identity
+
+    def seal_region(self) -> None:
+        """Remove the region's name: every process of the engine has mapped it."""
+        if self._region is not None:
+            self._region.seal()
 
     def shutdown(self) -> None:
         # Last in, first out, even if one raises: the id becomes free when nothing uses the rows any more.
         with ExitStack() as ending:
             if self._instance_lock is not None:
                 ending.callback(self._instance_lock.release)
-            ending.callback(self.release_rows)
+            if self._region is not None:
+                ending.callback(self._region.cleanup)
             if self._manager is not None:
                 ending.callback(self._manager.shutdown)
             if self._handlers is not None:
@@ -188,6 +218,58 @@ class CPUOffloadingSpec(OffloadingSpec):
     @property
     def _instance_id(self) -> str:
         return self.config.settings.instance_id or self.config.engine_id
+
+    def _build_handlers(
+        self, kv_caches: CanonicalKVCaches, region: SharedOffloadRegion | None
+    ) -> CpuGpuOffloadingHandlers:
+        return CpuGpuOffloadingHandlers(
+            kv_caches,
+            self.block_size_factor,
+            self.num_blocks,
+            mmap_region=region,
+            cuda_copier=self.config.settings.cuda_copier,
+            audit_format=self.audit_format,
+        )
+
+    def _keep(self, region: SharedOffloadRegion, build: Callable[[], T]) -> T:
+        """Keep the region and return what ``build`` makes over it; when it fails, nothing is left of either."""
+        try:
+            built = build()
+        except BaseException:
+            region.cleanup()
+            raise
+        self._region = region
+        return built
+
+    def _can_share_rows(self) -> bool:
+        """Return whether rows in shared memory hold what several workers have once; equal in every process.
+
+        A mount that is too small, as containers have by default, must not end a start that private rows allow.
+        """
+        config, wanted = self.config, self.config.settings.cpu_bytes_to_use
+        if wanted is None or not config.has_local_workers or config.workers_per_part == 1:
+            return False
+        mount = find_mount_size(self._mount)
+        if mount is None:
+            has_room = False
+        elif isinstance(wanted, HostSize):
+            private, shared = (find_auto_size(config, one, self.system_root) for one in (None, self._mount))
+            has_room = shared.num_bytes * config.workers_per_part >= private.num_bytes
+        else:
+            has_room = mount.num_bytes >= wanted
+        if not has_room and config.rank is None:  # the scheduler's half speaks for all
+            logger.warning(
+                "what %d workers hold alike is kept once for each: %s (%d bytes) is too small for host memory that "
+                "they share; make it larger (docker run --shm-size, mount -o remount,size=)",
+                config.workers_per_part,
+                self._mount,
+                mount.num_bytes if mount else 0,
+            )
+        return has_room
+
+    @property
+    def _mount(self) -> Path:
+        return self.system_root / SHARED_MEMORY_DIRECTORY.relative_to("/")
 
     def _find_audit_format(self) -> KVFormat | None:
         found = find_format(self.config.kv_dtype)
@@ -198,8 +280,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         return found
 
     def _find_auto_size(self) -> AutoSize:
-        mount = self.system_root / SHARED_MEMORY_DIRECTORY.relative_to("/") if self.has_region else None
-        return find_auto_size(self.config, mount, self.system_root)
+        return find_auto_size(self.config, self._mount if self.has_region else None, self.system_root)
 
     def _lock_instance(self) -> InstanceLock | None:
         """Lock the instance id; None where it is only a name that the engine gave itself."""

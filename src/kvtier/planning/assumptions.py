@@ -25,6 +25,8 @@ def _about_model(request: PlanRequest) -> Iterator[str]:
         f"A token takes {shape.bytes_per_token:,} bytes ({shape.kv_dtype}), all layers and devices together; heads or "
         "latents that are copied to several tensor-parallel ranks count once."
     )
+    if shape.states:
+        yield "Beside recurrent states each worker keeps its copy of such heads or latents, which is not counted."
     for line in shape.assumptions:
         yield f"{line[0].upper()}{line[1:]}."
     if shape.bounded_bytes:

@@ -139,12 +139,12 @@ class ModelShape:
     def stored_bytes_per_token(self, tensor_parallel_size: int, *, shares_copies: bool = True) -> int:
         """Return the bytes of a token that all workers of an engine store together. Pure.
 
-        What consecutive workers hold of every group (a latent, a KV head) is stored once, as kvtier does under vLLM
-        with secondary tiers. States belong to one worker each, so with these each worker stores what it holds.
+        What consecutive workers hold of every group (a latent, a KV head) is stored once, as kvtier does under vLLM.
+        States belong to one worker each, so with these each worker stores what it holds.
 
         Args:
             tensor_parallel_size: workers of the engine.
-            shares_copies: False for host memory alone, where each worker stores what it holds.
+            shares_copies: False where shared memory has no room for host memory: each worker stores what it holds.
 
         Raises:
             ConfigError: so many workers cannot divide the KV heads evenly.

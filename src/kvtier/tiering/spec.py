@@ -1,21 +1,14 @@
 """Builds both halves of tiered offloading: the shared region, the tiers and their manager, the handlers.
 
 The scheduler's side maps the region without a rank and gives it to the secondary tiers; a worker's side maps the same
-region with its rank and copies between it and the device. The scheduler starts no transfer before every worker has
-shown that it mapped the same memory; then the region's name is removed, so that the kernel takes the memory back
-however the processes die. The name does not keep out another engine with the same instance id: before its removal such
-an engine would join, and afterwards the name is free again. The scheduler's side therefore holds the id while it lives.
+region with its rank and copies between it and the device. ``cpu/spec.py`` says how they agree on it.
 """
 
 import logging
-from collections.abc import Callable
 from contextlib import suppress
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
-from kvtier.base import CanonicalKVCaches, OffloadingManager
 from kvtier.config import LoadIf, OffloadingConfig
-from kvtier.cpu.gpu_worker import CpuGpuOffloadingHandlers
-from kvtier.cpu.instance_lock import remove_dead_regions
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.cpu.spec import CPUOffloadingSpec
 from kvtier.errors import ConfigError, MissingExtraError, PlaceError, TierError, describe_foreign
@@ -25,8 +18,6 @@ from kvtier.tiering.manager import TieringOffloadingManager
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 ROW_ALIGNMENT_BYTES = 4096
 """Rows begin on a page as soon as there is a secondary tier: direct I/O needs it, and every process of an
@@ -44,60 +35,15 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
     """
 
     row_alignment_bytes: ClassVar[int] = ROW_ALIGNMENT_BYTES
-    has_region: ClassVar[bool] = True
+    needs_region: ClassVar[bool] = True
 
     def __init__(self, config: OffloadingConfig) -> None:
         if "secondary_tiers" not in config.extra_config:
             raise ConfigError("secondary_tiers", None, 'must be a list such as [{"type": "fs", ...}]')
         super().__init__(config)
-        self._region: SharedOffloadRegion | None = None
 
-    def make_manager(self) -> OffloadingManager:
-        remove_dead_regions()
-        region = self.make_region(rank=None)
-        return self._keep(region, lambda: self._make_tiering_manager(region))
-
-    def make_handlers(self, kv_caches: CanonicalKVCaches) -> CpuGpuOffloadingHandlers:
-        rank = self.config.rank
-        if rank is None:
-            raise ConfigError("rank", rank, "a worker needs its number, from 0 to world_size - 1")
-        region = self.make_region(rank)
-        return self._keep(
-            region,
-            lambda: CpuGpuOffloadingHandlers(
-                kv_caches,
-                self.block_size_factor,
-                self.num_blocks,
-                mmap_region=region,
-                cuda_copier=self.config.settings.cuda_copier,
-                audit_format=self.audit_format,
-            ),
-        )
-
-    def region_identity(self) -> tuple[int, int] | None:
-        """Return (device, inode) of the memory that this half has mapped, None before it has."""
-        return None if self._region is None else self._region.identity
-
-    def seal_region(self) -> None:
-        """Remove the region's name: every process of the engine has mapped it."""
-        if self._region is not None:
-            self._region.seal()
-
-    def release_rows(self) -> None:
-        if self._region is not None:
-            self._region.cleanup()
-
-    def _keep(self, region: SharedOffloadRegion, build: Callable[[], T]) -> T:
-        """Keep the region and return what ``build`` makes over it; when it fails, nothing is left of either."""
-        try:
-            built = build()
-        except BaseException:
-            region.cleanup()
-            raise
-        self._region = region
-        return built
-
-    def _make_tiering_manager(self, region: SharedOffloadRegion) -> TieringOffloadingManager:
+    def build_manager(self, region: SharedOffloadRegion | None) -> TieringOffloadingManager:
+        assert region is not None, "this spec needs a region"
         primary = CPUPrimaryTierOffloadingManager(
             self.num_blocks,
             region,

@@ -12,6 +12,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -71,10 +73,27 @@ def save_gemma(folder: Path, seed: int = SEED) -> Path:
     return _save(folder, Gemma3ForCausalLM, config, seed)
 
 
-def save_qwen3_next(folder: Path, seed: int = SEED) -> Path:
+def save_deepseek(folder: Path, seed: int = SEED) -> Path:
+    """Save a DeepSeek-V2 of two layers: latent attention (MLA) of the only size that vLLM computes on CPUs."""
+    common = {name: value for name, value in COMMON.items() if name != "head_dim"}
+    config = DeepseekV2Config(
+        **{**common, "num_key_value_heads": 4},
+        num_hidden_layers=2,
+        first_k_dense_replace=2,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=64,
+        v_head_dim=64,
+        tie_word_embeddings=False,
+    )
+    return _save(folder, DeepseekV2ForCausalLM, config, seed)
+
+
+def save_qwen3_next(folder: Path, seed: int = SEED, *, num_kv_heads: int = 2) -> Path:
     """Save a Qwen3-Next: three layers with a recurrent state, one with full attention, each with four experts."""
     config = Qwen3NextConfig(
-        **COMMON,
+        **{**COMMON, "num_key_value_heads": num_kv_heads},
         num_hidden_layers=4,
         linear_num_key_heads=2,
         linear_num_value_heads=4,

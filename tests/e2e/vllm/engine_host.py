@@ -34,6 +34,7 @@ class EngineOptions:
         engine_arguments: more arguments of vLLM's ``LLM``.
         environment: variables of the engine's processes.
         is_asynchronous: plan each step while the one before it is computed, as vLLM does on GPUs by default.
+        keeps_prefix_caching: keep prefixes of latents (MLA), which vLLM does not on CPUs without AMX tiles.
     """
 
     model: str
@@ -43,6 +44,7 @@ class EngineOptions:
     engine_arguments: dict[str, Any] = field(default_factory=dict)  # Any: vLLM's own
     environment: dict[str, str] = field(default_factory=dict)
     is_asynchronous: bool = False
+    keeps_prefix_caching: bool = False
 
 
 BLOCK_TOKENS = 32
@@ -96,6 +98,23 @@ def schedule_asynchronously() -> None:
     VllmConfig.__post_init__ = switch_on
 
 
+def keep_prefix_caching() -> None:
+    """Let engines of this process keep prefixes of latents, which vLLM switches off on CPUs without AMX tiles.
+
+    Its reference attention cannot compute several tokens of a prompt behind others that are held. A single one it
+    computes with the kernel for answers, which reads the whole cache: so what is behind a hit must be one token.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    stock = CpuPlatform.check_and_update_config
+
+    def keep(vllm_config: Any) -> None:  # Any: vLLM's own
+        stock(vllm_config)
+        vllm_config.cache_config.enable_prefix_caching = True
+
+    CpuPlatform.check_and_update_config = staticmethod(keep)
+
+
 def describe(error: BaseException) -> str:
     """Return the error with its causes and where it came from."""
     return "".join(traceback.format_exception(error))
@@ -111,6 +130,8 @@ class EngineHost:
         register()
         if options.is_asynchronous:
             schedule_asynchronously()
+        if options.keeps_prefix_caching:
+            keep_prefix_caching()
         transfer_config = None
         if options.settings is not None:
             transfer_config = {
@@ -233,6 +254,16 @@ class EngineHost:
         slots = self._scheduler_half.manager.prepare_load([key], context)
         self._scheduler_half.manager.complete_load([key], context)
         return int(slots.block_ids[0])
+
+    def host_rows(self) -> tuple[int, int]:
+        """Return the number of rows in host memory, and the bytes of each."""
+        spec = self._core.scheduler.connector._connector.spec
+        return int(spec.num_blocks), int(spec.row_stride)
+
+    def row_parts(self) -> tuple[list[bool], int]:
+        """Return which groups every worker holds alike, and the parts of a row."""
+        spec = self._core.scheduler.connector._connector.spec
+        return [group.is_replicated for group in spec.config.groups], int(spec.num_row_parts)
 
     def num_preemptions(self) -> int:
         """Return how often vLLM took the device blocks of a running request."""

@@ -21,6 +21,7 @@ from kvtier.base import (
     TransferResult,
     TransferSpec,
 )
+from kvtier.cpu.spec import CPUOffloadingSpec
 from kvtier.tiering.spec import TieringOffloadingSpec
 
 ENVIRONMENT_NAME = "KVTIER_TEST_FAULTS"
@@ -59,13 +60,28 @@ class FaultySpec(TieringOffloadingSpec):
 
     def get_handlers(self, kv_caches: CanonicalKVCaches) -> Iterator[HandlerEntry]:
         """Yield the usual handlers, each behind its faults."""
-        faults = CopyFaults(**json.loads(os.environ.get(ENVIRONMENT_NAME, "{}")))
-        if faults.rank is not None and faults.rank != self.config.rank:
-            faults = CopyFaults()
-        for entry in super().get_handlers(kv_caches):
-            is_load = entry.destination is GPULoadStoreSpec
-            every = faults.fail_every_load if is_load else faults.fail_every_store
-            yield entry._replace(handler=FaultyHandler(entry.handler, kv_caches, every, faults.spoil))
+        return add_faults(super().get_handlers(kv_caches), kv_caches, self.config.rank)
+
+
+class FaultyHostSpec(CPUOffloadingSpec):
+    """Host memory alone with handlers that fail as the environment says."""
+
+    def get_handlers(self, kv_caches: CanonicalKVCaches) -> Iterator[HandlerEntry]:
+        """Yield the usual handlers, each behind its faults."""
+        return add_faults(super().get_handlers(kv_caches), kv_caches, self.config.rank)
+
+
+def add_faults(
+    entries: Iterator[HandlerEntry], kv_caches: CanonicalKVCaches, rank: int | None
+) -> Iterator[HandlerEntry]:
+    """Yield the handlers of one worker, each behind its faults."""
+    faults = CopyFaults(**json.loads(os.environ.get(ENVIRONMENT_NAME, "{}")))
+    if faults.rank is not None and faults.rank != rank:
+        faults = CopyFaults()
+    for entry in entries:
+        is_load = entry.destination is GPULoadStoreSpec
+        every = faults.fail_every_load if is_load else faults.fail_every_store
+        yield entry._replace(handler=FaultyHandler(entry.handler, kv_caches, every, faults.spoil))
 
 
 class FaultyHandler(OffloadingHandler, LayerwiseHandler):

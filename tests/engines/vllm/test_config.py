@@ -371,3 +371,14 @@ def test_a_fixed_rope_is_served_in_the_implementation_of_transformers_too(
     model.max_model_len = 512
 
     check_rope(model)
+
+
+@pytest.mark.parametrize(
+    ("executor", "is_local"), [("mp", True), ("uni", True), ("ray", False), (object, False)]
+)
+def test_only_executors_of_this_machine_let_workers_share_host_memory(
+    config: VllmConfig, kv_cache_config: KVCacheConfig, executor: object, *, is_local: bool
+) -> None:
+    object.__setattr__(config.parallel_config, "distributed_executor_backend", executor)
+
+    assert make_offloading_config(config, kv_cache_config, WORKER).has_local_workers is is_local

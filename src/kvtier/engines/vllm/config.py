@@ -25,6 +25,9 @@ from kvtier.tiering.factory import check_tier_config, require_encryption
 ENGINE_KIND = "vllm"
 """Name of this engine in namespaces; another engine has another layout of bytes."""
 
+LOCAL_EXECUTORS = frozenset({"mp", "uni"})
+"""vLLM's executors that start all workers on the scheduler's machine. With Ray they may be anywhere."""
+
 
 def make_offloading_config(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, role: KVConnectorRole
@@ -68,6 +71,7 @@ def make_offloading_config(
         pipeline_parallel_size=parallel_config.pipeline_parallel_size,
         context_parallel_size=context_parallel_size(vllm_config),
         num_hosts=parallel_config.nnodes_within_dp,
+        has_local_workers=parallel_config.distributed_executor_backend in LOCAL_EXECUTORS,
         enable_events=bool(events_config and events_config.enable_kv_cache_events),
         engine_kind=ENGINE_KIND,
         engine_host_bytes=count_host_bytes(vllm_config, kv_cache_config),
