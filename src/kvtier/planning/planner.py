@@ -3,8 +3,7 @@
 A ``MixEvaluator`` evaluates a mix. The capacities of a medium are a geometric series of sold sizes. For each kind of
 mix (a set of media) the search assumes that more capacity is never worse, so that a border separates the mixes that
 miss the goal from those that reach it. It also assumes that each mix writes at least as much to its tiers as the
-lesser of two:
-the largest mix, and the one with the least host memory before the largest tiers.
+lesser of two: the largest mix, and the one with the least host memory before the largest tiers.
 
 1. Host memory alone is searched first. Tiers are then tried only with less host memory than is enough alone.
 2. If the largest mix of a kind misses the goal, all mixes of the kind do.

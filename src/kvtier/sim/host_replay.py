@@ -2,9 +2,8 @@
 
 There is no device cache and no transfer; the clock shows the requests' arrival times. Each request finds the host as
 the last one left it, and cold starts count. ``CPUOffloadingManager`` and its registered policy are driven with the
-calls of the
-connector, except after a refusal: the connector halves what it offers and retries in the next step, the replay
-continues block by block. For each request, in the order of arrival:
+calls of the connector, except after a refusal: the connector halves what it offers and retries in the next step, the
+replay continues block by block. For each request, in the order of arrival:
 
 0. The manager is notified of the request, for policies that learn from requests, with its hints (``client_hints``; by
    default none).
@@ -15,10 +14,10 @@ continues block by block. For each request, in the order of arrival:
    many blocks of the prompt at a time, like an engine that computes a long prompt in steps.
 
 The prefix hit ratio is the sum of p over the number of all accessed blocks. A capacity given as a fraction of the
-unique blocks is rounded to the nearest block, half to even. Of one
-request the tail leaves first. A touch makes its first key the most recent, but stores rank in the order of the call; so
-the request's keys are touched once more after its stores, as the connector does, before the writes complete: for
-policies that count uses, a touch of a write in flight is still the first use.
+unique blocks is rounded to the nearest block, half to even. Of one request the tail leaves first: a touch makes its
+first key the most recent, but stores rank in the order of the call, so the request's keys are touched once more after
+its stores, as the connector does. That is before the writes complete: for policies that count uses, a touch of a write
+in flight is still the first use.
 """
 
 from collections.abc import Callable
