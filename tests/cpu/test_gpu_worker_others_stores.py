@@ -23,6 +23,7 @@ from kvtier.base import (
 )
 from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.connector.handshake import make_handshake
+from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.region_file import SHARED_MEMORY_DIRECTORY, make_region_path
 from kvtier.cpu.spec import CPUOffloadingSpec
 from kvtier.errors import ConfigError
@@ -160,6 +161,7 @@ def test_host_memory_alone_has_one_copy_too_in_a_region_that_every_half_proves()
     name = f"parts-host-{uuid4().hex}"
     scheduler = CPUOffloadingSpec(make_config(None, name, has_tiers=False))
     manager = scheduler.get_manager()
+    assert isinstance(manager, CPUOffloadingManager)
     handshake = make_handshake(scheduler)
     assert handshake is not None
     try:
@@ -170,7 +172,8 @@ def test_host_memory_alone_has_one_copy_too_in_a_region_that_every_half_proves()
             assert [tell(rank, "load 3") for rank in (1, 0)] == ["True 0", "True 0"]
             joined = Half(0, name, has_tiers=False)
             identity = joined.spec.region_identity()
-            assert identity == scheduler.region_identity() is not None
+            assert identity is not None
+            assert identity == scheduler.region_identity()
             handshake.record([identity, identity])
             assert handshake.is_open
             assert not make_region_path(name).exists()
