@@ -228,6 +228,10 @@ class EngineHost:
         last_hash = (token // layout.block_tokens + 1) * layout.hashes_per_block - 1
         return make_offload_key(request.block_hashes[last_hash], group)
 
+    def state_groups(self) -> dict[int, int]:
+        """Return the KV groups that keep a recurrent state, with the tokens of their blocks."""
+        return {one.idx: one.block_tokens for one in self._scheduler_half.layouts if one.is_state}
+
     def _slot_of(self, prompt: Sequence[int], group: int, token: int) -> int:
         key, context = self.key_of(prompt, group, token), ReqContext("test")
         slots = self._scheduler_half.manager.prepare_load([key], context)
