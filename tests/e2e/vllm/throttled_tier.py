@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from math import inf
+from typing import Any
 
 from kvtier.config import OffloadingConfig
 from kvtier.tiering.base import NO_SETTINGS, TierSettings
@@ -67,7 +68,7 @@ class ThrottledFSTier(FSTier):
         config: OffloadingConfig,
         primary_kv_view: memoryview,
         settings: TierSettings = NO_SETTINGS,
-        **own: object,
+        **own: Any,  # Any: a user's JSON
     ) -> None:
         calls = SystemCalls(preadv=DISK.preadv, pwritev=DISK.pwritev)
         super().__init__(config, primary_kv_view, settings, calls=calls, **own)

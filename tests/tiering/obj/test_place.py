@@ -117,7 +117,7 @@ def test_a_long_shared_object_is_read_by_pieces(
 def stored(tmp_path: Path) -> tuple[Place, PlaceBlock]:
     """A block in a directory."""
     (tmp_path / "store").mkdir()
-    options = {"url": f"file://{tmp_path}/store"}
+    options: dict[str, object] = {"url": f"file://{tmp_path}/store"}
     with tiers_of(options) as start:
         start().store([1])
     place = open_obj_place(options)
