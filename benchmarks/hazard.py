@@ -18,7 +18,7 @@ from benchmarks.harness.rounds import Contestant, fixed, run_rounds
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.policies.hazard import HazardCachePolicy
-from kvtier.sim.host_replay import TouchOrder, blocks_of_share, serve
+from kvtier.sim.host_replay import blocks_of_share, serve
 from kvtier.sim.trace import BlockKeys, Trace
 
 SHARE = 0.1
@@ -92,7 +92,7 @@ def serve_all(arrivals: Sequence[Arrival], num_blocks: int, policy: str) -> CPUO
     manager = CPUOffloadingManager(num_blocks, policy, clock=lambda: now_s)
     for number, arrival in enumerate(arrivals):
         now_s = arrival.at_s
-        serve(manager, arrival.keys, ReqContext(str(number)), TouchOrder.TAIL_FIRST)
+        serve(manager, arrival.keys, ReqContext(str(number)))
     return manager
 
 

@@ -94,13 +94,13 @@ def parse_json(setting: str, name: str, text: str, remedy: str) -> object:
     return found
 
 
-def bounded_lines(file: TextIO, max_chars: int = MAX_LINE_CHARS) -> Iterator[str]:
+def bounded_lines(file: TextIO) -> Iterator[str]:
     """Yield the lines of a text file with their ends.
 
     Raises:
-        ValueError: a line is longer than ``max_chars``.
+        ValueError: a line is longer than ``MAX_LINE_CHARS``.
     """
-    while line := file.readline(max_chars):
-        if len(line) == max_chars and not line.endswith("\n"):
-            raise ValueError(f"a line has more than {max_chars} characters")
+    while line := file.readline(MAX_LINE_CHARS):
+        if len(line) == MAX_LINE_CHARS and not line.endswith("\n"):
+            raise ValueError(f"a line has more than {MAX_LINE_CHARS} characters")
         yield line

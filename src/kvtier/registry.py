@@ -1,8 +1,7 @@
 """A lazy table from names to classes, used by specs, tiers, policies and codecs.
 
 A class is imported when its name is resolved, so a built-in tier with a missing client library costs nothing to users
-of other tiers. Where a table has a contract, a configuration may also name a class that is not registered, in two
-ways:
+of other tiers. Where a table has a contract, a configuration may also name a class that is not registered:
 ``package.module:Class``, or the name of an entry point of an installed package. Registered names come first, so no
 package can change the meaning of ``lru`` or ``fs``.
 

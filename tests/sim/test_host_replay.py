@@ -4,7 +4,7 @@ import pytest
 from tests.cpu.policies.learner import NOTING_LEARNER, NotingLearner
 
 from kvtier.errors import ConfigError, UnknownNameError
-from kvtier.sim.host_replay import HostCache, HostReplay, TouchOrder, blocks_of_share, replay_host
+from kvtier.sim.host_replay import HostCache, HostReplay, blocks_of_share, replay_host
 from kvtier.sim.trace import Trace, TraceRequest, make_trace
 
 SHARES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
@@ -17,15 +17,13 @@ def trace_of(*prompts: tuple[int, ...]) -> Trace:
     )
 
 
-def hits_of(num_blocks: int, *prompts: tuple[int, ...], order: TouchOrder = TouchOrder.TAIL_FIRST) -> int:
-    return replay_host(trace_of(*prompts), HostCache(num_blocks, touch_order=order)).num_hits
+def hits_of(num_blocks: int, *prompts: tuple[int, ...]) -> int:
+    return replay_host(trace_of(*prompts), HostCache(num_blocks)).num_hits
 
 
-def percents(
-    trace: Trace, shares: tuple[float, ...], order: TouchOrder = TouchOrder.TAIL_FIRST
-) -> list[float]:
+def percents(trace: Trace, shares: tuple[float, ...]) -> list[float]:
     """Return the hit ratio in percent at each of ``shares``, to two decimals."""
-    caches = [HostCache(blocks_of_share(trace, share), touch_order=order) for share in shares]
+    caches = [HostCache(blocks_of_share(trace, share)) for share in shares]
     return [round(100 * replay_host(trace, cache).hit_ratio, 2) for cache in caches]
 
 
@@ -42,14 +40,6 @@ def test_a_prompt_without_a_full_block_neither_finds_nor_changes_anything() -> N
 
 def test_of_one_request_the_tail_leaves_first() -> None:
     assert hits_of(3, (1, 2, 3), (4,), (1, 2)) == 2
-    assert hits_of(3, (1, 2, 3), (4,), (1, 2), order=TouchOrder.STORES_HEAD_FIRST) == 0
-
-
-def test_touches_from_the_head_let_the_head_of_a_held_prefix_leave_first() -> None:
-    prompts = ((1, 2, 3), (1, 2, 3), (4,), (1, 2))
-
-    assert hits_of(3, *prompts, order=TouchOrder.STORES_HEAD_FIRST) == 3 + 2
-    assert hits_of(3, *prompts, order=TouchOrder.HEAD_FIRST) == 3 + 0
 
 
 def test_held_blocks_behind_the_first_miss_are_renewed() -> None:
@@ -126,16 +116,6 @@ def test_arc_tail_first_gives_the_documented_hit_ratios(conversation: Trace) -> 
     caches = [HostCache(blocks_of_share(conversation, share), "arc") for share in (0.01, 0.05)]
 
     assert [round(100 * replay_host(conversation, cache).hit_ratio, 2) for cache in caches] == [6.52, 20.99]
-
-
-@pytest.mark.parametrize(
-    ("order", "specified"),
-    [(TouchOrder.STORES_HEAD_FIRST, [4.35, 19.57, 27.88]), (TouchOrder.HEAD_FIRST, [4.35, 19.54, 27.84])],
-)
-def test_the_other_orders_give_the_specified_hit_ratios_to_a_hundredth_of_a_point(
-    conversation: Trace, order: TouchOrder, specified: list[float]
-) -> None:
-    assert percents(conversation, (0.005, 0.05, 0.1), order) == pytest.approx(specified, abs=0.0101)
 
 
 def test_lru_tail_first_on_agents_gives_the_specified_hit_ratios_to_a_hundredth_of_a_point(

@@ -10,7 +10,6 @@ its end. The file of a dead holder is reused, or removed when the next engine st
 that the path still leads to its file; if not, it retries.
 """
 
-import errno
 import fcntl
 import os
 import stat
@@ -26,9 +25,10 @@ from kvtier.cpu.region_file import (
     SHARED_MEMORY_DIRECTORY,
     is_at_path,
     make_region_path,
+    open_own_file,
     remove_name,
 )
-from kvtier.errors import ConfigError, RegionError, RegionOwnerError
+from kvtier.errors import ConfigError
 
 RELEASE_GRACE_S = 0.5
 """Seconds for which a taken lock is retried. A starting engine may hold a dead one's lock for some microseconds while
@@ -107,12 +107,9 @@ def make_lock_path(instance_id: str, directory: Path = SHARED_MEMORY_DIRECTORY) 
 def _try_lock(path: Path) -> _HeldLock | None:
     """Lock the file if no process holds it and it is still the one at ``path``."""
     with _guard:
-        fd = _open(path)
+        fd, identity = open_own_file(path, "instance lock")
         hold: _HeldLock | None = None
         try:
-            found = os.fstat(fd)
-            _check_owner(path, found)
-            identity = (found.st_dev, found.st_ino)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if is_at_path(path, identity):
                 hold = _HeldLock(path, fd, identity)
@@ -144,27 +141,6 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_close_in_child)
-
-
-def _open(path: Path) -> int:
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    try:
-        return os.open(path, flags, 0o600)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR):
-            raise RegionOwnerError(
-                f"instance lock {path} cannot be opened ({error.strerror}): it is another user's, is not a file, or "
-                "its directory is not accessible to this process; remove it, or choose another instance_id"
-            ) from error
-        raise RegionError(f"instance lock {path} cannot be opened: {error.strerror}") from error
-
-
-def _check_owner(path: Path, found: os.stat_result) -> None:
-    if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode):
-        raise RegionOwnerError(
-            f"instance lock {path} belongs to user {found.st_uid} or is not a file, this process is user "
-            f"{os.geteuid()}: remove it, or choose another instance_id"
-        )
 
 
 def remove_dead_regions(directory: Path = SHARED_MEMORY_DIRECTORY) -> int:

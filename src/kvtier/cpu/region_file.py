@@ -167,6 +167,37 @@ def open_region_file(
             pause(RETRY_INTERVAL_S)
 
 
+def open_own_file(path: Path, what: str) -> tuple[int, tuple[int, int]]:
+    """Open or create a file of this user; return its descriptor and its (device, inode).
+
+    Args:
+        path: the file's name, in the shared-memory mount.
+        what: what it is, for the message.
+
+    Raises:
+        RegionOwnerError: it is another user's, or not a regular file.
+        RegionError: it cannot be opened for another reason.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags, 0o600)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR):
+            raise RegionOwnerError(
+                f"{what} {path} cannot be opened ({error.strerror}): it belongs to another user, is a link or no file, "
+                "or its directory is not accessible to this process; remove it, or choose another instance_id"
+            ) from error
+        raise RegionError(f"{what} {path} cannot be opened: {error.strerror}") from error
+    found = os.fstat(fd)
+    if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode):
+        os.close(fd)
+        raise RegionOwnerError(
+            f"{what} {path} belongs to user {found.st_uid} or is not a file, this process is user {os.geteuid()}: "
+            "remove it, or choose another instance_id"
+        )
+    return fd, (found.st_dev, found.st_ino)
+
+
 def is_at_path(path: Path, identity: tuple[int, int]) -> bool:
     """Return True when ``path`` leads to the file with this identity."""
     try:
@@ -195,12 +226,9 @@ def _attempt(
     path: Path, geometry: RegionGeometry, memory_limit: Callable[[], MemoryLimit | None]
 ) -> RegionFile | _Step:
     """Open the file and lock it, then create or join it; the descriptor is closed unless that succeeds."""
-    fd = _open(path)
+    fd, identity = open_own_file(path, "region")
     result: RegionFile | _Step = _Step.START_OVER
     try:
-        found = os.fstat(fd)
-        _check_owner(path, found)
-        identity = (found.st_dev, found.st_ino)
         if _try_lock(fd, fcntl.LOCK_EX):
             result = _create(RegionFile(path, fd, identity, is_creator=True), geometry, memory_limit)
         elif _try_lock(fd, fcntl.LOCK_SH):
@@ -262,27 +290,6 @@ def _read_geometry(fd: int) -> RegionGeometry | None:
         return RegionGeometry(**fields)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def _open(path: Path) -> int:
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        return os.open(path, flags, 0o600)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR):
-            raise RegionOwnerError(
-                f"region {path} cannot be opened ({error.strerror}): it belongs to another user or is a link; "
-                "remove it, or choose another instance_id"
-            ) from error
-        raise RegionError(f"region {path} cannot be opened: {error.strerror}") from error
-
-
-def _check_owner(path: Path, found: os.stat_result) -> None:
-    if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode):
-        raise RegionOwnerError(
-            f"region {path} belongs to user {found.st_uid}, this process is user {os.geteuid()}: "
-            "remove it, or choose another instance_id"
-        )
 
 
 def _check_memory(path: Path, geometry: RegionGeometry, limit: MemoryLimit | None) -> None:

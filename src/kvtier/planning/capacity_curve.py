@@ -30,24 +30,20 @@ class CurvePoint:
     writes_per_unique_block: float
 
 
-def list_capacities(
-    smallest_blocks: int, largest_blocks: int, steps_per_doubling: int = 1
-) -> tuple[int, ...]:
-    """Return a geometric series from ``smallest_blocks`` to ``largest_blocks``, both included, ascending. Pure.
+def list_capacities(smallest_blocks: int, largest_blocks: int) -> tuple[int, ...]:
+    """Return doublings from ``smallest_blocks`` to ``largest_blocks``, both included, ascending. Pure.
 
     Raises:
-        ConfigError: the smallest is below one or above the largest, or ``steps_per_doubling`` is below one.
+        ConfigError: the smallest is below one or above the largest.
     """
     if not 1 <= smallest_blocks <= largest_blocks:
         raise ConfigError("smallest_blocks", smallest_blocks, f"must be from 1 to {largest_blocks}")
-    if steps_per_doubling < 1:
-        raise ConfigError("steps_per_doubling", steps_per_doubling, "must be at least 1")
-    found = {largest_blocks}
-    step = 0
-    while (num_blocks := round(smallest_blocks * 2 ** (step / steps_per_doubling))) < largest_blocks:
-        found.add(num_blocks)
-        step += 1
-    return tuple(sorted(found))
+    found: list[int] = []
+    num_blocks = smallest_blocks
+    while num_blocks < largest_blocks:
+        found.append(num_blocks)
+        num_blocks *= 2
+    return (*found, largest_blocks)
 
 
 def draw_curve(

@@ -3,8 +3,7 @@
 A ``MixEvaluator`` evaluates a mix. The capacities of a medium are a geometric series of sold sizes. For each kind of
 mix (a set of media) the search assumes that more capacity is never worse, so that a border separates the mixes that
 miss the goal from those that reach it. It also assumes that each mix writes at least as much to its tiers as the
-lesser of two:
-the largest mix, and the one with the least host memory before the largest tiers.
+lesser of two: the largest mix, and the one with the least host memory before the largest tiers.
 
 1. Host memory alone is searched first. Tiers are then tried only with less host memory than is enough alone.
 2. If the largest mix of a kind misses the goal, all mixes of the kind do.
@@ -172,13 +171,7 @@ class _Searcher:
         return make_bill(mix, least, block_bytes=self._block_bytes, duration_s=self._duration_s).usd_per_month
 
 
-def make_row(
-    medium: Medium,
-    unique_blocks: int,
-    block_bytes: int,
-    max_bytes: int | None = None,
-    steps_per_doubling: int = 1,
-) -> Row:
+def make_row(medium: Medium, unique_blocks: int, block_bytes: int, max_bytes: int | None = None) -> Row:
     """Return the capacities of ``medium`` to try for a trace. Pure.
 
     They are doublings from SMALLEST_SHARE of the trace's blocks up to all of them, each rounded up to a sold size.
@@ -189,7 +182,6 @@ def make_row(
         unique_blocks: distinct blocks of the trace.
         block_bytes: bytes of a block.
         max_bytes: the largest capacity; None: no limit.
-        steps_per_doubling: capacities per doubling.
 
     Raises:
         ConfigError: no sold size within the limit holds a block.
@@ -200,7 +192,7 @@ def make_row(
     largest = max(1, unique_blocks)
     smallest = max(1, round(largest * SMALLEST_SHARE))
     found: set[int] = set()
-    for num_blocks in list_capacities(smallest, largest, steps_per_doubling):
+    for num_blocks in list_capacities(smallest, largest):
         sold = medium.sold_bytes(num_blocks * block_bytes)
         if all(sold <= limit for limit in limits):
             found.add(sold // block_bytes)

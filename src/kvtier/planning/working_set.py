@@ -2,8 +2,7 @@
 
 The working set of a window is the set of distinct blocks that requests accessed within the last so many seconds. A
 cache of that size that never evicted a wrong block would find everything that is reused within the window. Windows
-slide:
-every instant is considered, not only multiples of the window.
+slide: every instant is considered, not only multiples of the window.
 
 Source: P. J. Denning, "The Working Set Model for Program Behavior", Communications of the ACM, 1968.
 """

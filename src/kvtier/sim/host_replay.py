@@ -2,9 +2,8 @@
 
 There is no device cache and no transfer; the clock shows the requests' arrival times. Each request finds the host as
 the last one left it, and cold starts count. ``CPUOffloadingManager`` and its registered policy are driven with the
-calls of
-the connector, except after a refusal: the connector halves what it offers and retries in the next step, the replay
-continues block by block. For each request, in the order of arrival:
+calls of the connector, except after a refusal: the connector halves what it offers and retries in the next step, the
+replay continues block by block. For each request, in the order of arrival:
 
 0. The manager is notified of the request, for policies that learn from requests, with its hints (``client_hints``; by
    default none).
@@ -15,16 +14,14 @@ continues block by block. For each request, in the order of arrival:
    many blocks of the prompt at a time, like an engine that computes a long prompt in steps.
 
 The prefix hit ratio is the sum of p over the number of all accessed blocks. A capacity given as a fraction of the
-unique blocks is rounded to the nearest block, half to even. ``TouchOrder`` is the order of the blocks of one request.
-A touch makes its first key the most recent, but stores rank in the order of the call; so with TAIL_FIRST the request's
-keys are
-touched once more after its stores, as the connector does, before the writes complete: for policies that count uses, a
-touch of a write in flight is still the first use.
+unique blocks is rounded to the nearest block, half to even. Of one request the tail leaves first: a touch makes its
+first key the most recent, but stores rank in the order of the call, so the request's keys are touched once more after
+its stores, as the connector does. That is before the writes complete: for policies that count uses, a touch of a write
+in flight is still the first use.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 
 from kvtier.base import OffloadingManager, OffloadKey, ReqContext
 from kvtier.config import DEFAULT_MAX_TRACKER_SIZE
@@ -34,19 +31,6 @@ from kvtier.sim.clients import EXACT, ClientHints, Clients, HintNoise
 from kvtier.sim.trace import BlockKeys, Trace
 
 
-class TouchOrder(Enum):
-    """The order in which the blocks of one request are touched and stored; the last one is the most recent."""
-
-    TAIL_FIRST = "tail_first"
-    """Touches and stores from the tail to the head: the head ends up most recent."""
-
-    STORES_HEAD_FIRST = "stores_head_first"
-    """Touches from the tail, stores from the head and above them."""
-
-    HEAD_FIRST = "head_first"
-    """Touches and stores from the head: the tail ends up most recent."""
-
-
 @dataclass(frozen=True, slots=True)
 class HostCache:
     """The primary tier of a replay.
@@ -54,7 +38,6 @@ class HostCache:
     Attributes:
         num_blocks: its capacity.
         cache_policy: registered name of the eviction policy.
-        touch_order: order of the blocks of one request.
         store_threshold: accesses of a key before it is stored; below 2 every key is.
         max_tracker_size: keys whose accesses the reuse filter counts.
         chunk_blocks: blocks of a prompt that are stored at a time; None: all.
@@ -64,7 +47,6 @@ class HostCache:
 
     num_blocks: int
     cache_policy: str = "lru"
-    touch_order: TouchOrder = TouchOrder.TAIL_FIRST
     store_threshold: int = 1
     max_tracker_size: int = DEFAULT_MAX_TRACKER_SIZE
     chunk_blocks: int | None = None
@@ -143,9 +125,7 @@ def replay_host(trace: Trace, cache: HostCache, on_request: Callable[[], object]
     for number, request in enumerate(trace.requests):
         now_s = request.arrival_s
         context = ReqContext(str(number), clients.hints_of(request, number))
-        num_hits += serve(
-            manager, block_keys.of(request.hash_ids), context, cache.touch_order, cache.chunk_blocks
-        )
+        num_hits += serve(manager, block_keys.of(request.hash_ids), context, cache.chunk_blocks)
         if on_request is not None:
             on_request()
     stats = manager.stats()
@@ -163,7 +143,6 @@ def serve(
     manager: CPUOffloadingManager,
     keys: list[OffloadKey],
     context: ReqContext,
-    order: TouchOrder,
     chunk_blocks: int | None = None,
 ) -> int:
     """Serve one request by the rules above and return the length of its held prefix."""
@@ -172,14 +151,13 @@ def serve(
     held = [key for key, is_held in zip(keys, answers, strict=True) if is_held]
     missing = {key for key, is_held in zip(keys, answers, strict=True) if not is_held}
     manager.prepare_load(held, context)
-    manager.touch(keys[::-1] if order is TouchOrder.HEAD_FIRST else keys, context)
+    manager.touch(keys, context)
     size = chunk_blocks or max(1, len(keys))
     for begin in range(0, len(keys) if missing else 0, size):
         stored = prepare_stores(
             manager, [key for key in keys[begin : begin + size] if key in missing], context
         )
-        if order is TouchOrder.TAIL_FIRST:
-            manager.touch(keys[: begin + size], context)
+        manager.touch(keys[: begin + size], context)
         manager.complete_store(stored, context)
     manager.complete_load(held, context)
     manager.request_finished(context)

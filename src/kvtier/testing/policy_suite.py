@@ -280,9 +280,9 @@ def replay(policy: CachePolicy, trace: Iterable[OffloadKey]) -> int:
     return num_hits
 
 
-def insert_ready(policy: CachePolicy, keys: Sequence[OffloadKey], first_slot: int = 0) -> list[BlockStatus]:
-    """Insert idle blocks in ascending slots and return them."""
-    blocks = [BlockStatus(first_slot + offset) for offset in range(len(keys))]
+def insert_ready(policy: CachePolicy, keys: Sequence[OffloadKey]) -> list[BlockStatus]:
+    """Insert idle blocks in slots from 0 and return them."""
+    blocks = [BlockStatus(slot) for slot in range(len(keys))]
     policy.insert_many(keys, blocks)
     for block in blocks:
         block.ref_cnt = 0

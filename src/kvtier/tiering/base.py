@@ -1,8 +1,8 @@
 """The contract of a secondary tier, the jobs it is given, and the settings that every tier has.
 
-A tier reads and writes rows of the primary tier through a memoryview, never device memory;
-it is called on the scheduler's thread and must not block there, so the work is done by threads of its own.
-Each submitted job is reported exactly once by get_finished, whatever happened to it.
+A tier reads and writes rows of the primary tier through a memoryview, never device memory. It is called on the
+scheduler's thread and must not block there, so threads of its own do the work. ``get_finished`` reports each submitted
+job exactly once, whatever happened to it.
 
 Source: the contract follows vLLM's multi-tier offloading as of May 2026 (pull requests 40538 and 40020).
 """

@@ -36,6 +36,9 @@ AGES_S = (3600.0, 86_400.0, 604_800.0)
 AGE_WORDS = ("within an hour", "within a day", "within a week", "longer ago")
 """What ages are counted by: about the lives of a chat, of a day's work, and of what nothing uses any more."""
 
+MAX_LINE_CHARS = 100
+"""Where the description of a namespace is broken; a longer part has a line of its own."""
+
 MAX_DIFFERENCES = 6
 """Differences to the largest namespace that are printed; ``--json`` has the documents."""
 
@@ -282,10 +285,10 @@ def _request_tenant_lines(tally: NamespaceTally, tenants: Mapping[int, str]) -> 
     ]
 
 
-def _wrapped(parts: Sequence[str], max_chars: int = 100) -> list[str]:
+def _wrapped(parts: Sequence[str]) -> list[str]:
     lines: list[str] = []
     for part in parts:
-        if lines and len(lines[-1]) + len(part) + 2 <= max_chars:
+        if lines and len(lines[-1]) + len(part) + 2 <= MAX_LINE_CHARS:
             lines[-1] += f", {part}"
         else:
             lines.append(part)

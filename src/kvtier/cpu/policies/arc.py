@@ -13,8 +13,7 @@ Offloading differs from the paper's page cache in five ways:
 - One eviction frees many slots. The target does not move within it, and the paper's tie-break on the incoming key
   (|t1| = target and a hit in b2) is dropped.
 - Ghosts are forgotten when t1 takes a block, by the paper's limits: t1 and b1 have at most as many keys as the
-capacity,
-  all four lists twice as many.
+  capacity, all four lists twice as many.
 - When t1 fills the whole cache, the paper keeps no ghost of it, and cannot see that t1 is too short. Here it keeps one.
 
 On flat streams the hits are the paper's (tests/cpu/policies/test_peers.py).

@@ -11,9 +11,9 @@ from pathlib import Path
 from kvtier.errors import RecordError, TraceError
 from kvtier.misses import RequestRecord
 from kvtier.recording.trace_line import END_MARK, TRACE_MARK, VERSION, TraceEnd, TraceHeader
-from kvtier.sim.formats.base import TraceFormat, check_num_blocks
+from kvtier.sim.formats.base import TraceFormat
 from kvtier.sim.formats.lines import Line, read_lines
-from kvtier.sim.formats.mooncake import MS
+from kvtier.sim.formats.mooncake import MS, read_request
 from kvtier.sim.formats.shared import stop_of
 from kvtier.sim.trace import TraceRequest
 
@@ -32,17 +32,8 @@ class KVTierFormat(TraceFormat):
         lines = read_lines(path, may_be_cut=True)
         block_tokens = _read_header(path, lines).block_tokens
         for line in lines:
-            if END_MARK in line.values:
-                continue
-            num_tokens, ids = line.whole("input_length"), line.hash_ids()
-            check_num_blocks(line, num_tokens, len(ids), block_tokens)
-            yield TraceRequest(
-                line.seconds("timestamp", unit_s=MS),
-                num_tokens,
-                line.whole("output_length"),
-                ids,
-                stop_of(line),
-            )
+            if END_MARK not in line.values:
+                yield read_request(line, block_tokens, stop_of(line))
 
     @classmethod
     def block_tokens_of(cls, path: Path) -> int:

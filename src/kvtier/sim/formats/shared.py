@@ -6,9 +6,9 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvtier.sim.formats.base import TraceFormat, check_num_blocks
+from kvtier.sim.formats.base import TraceFormat
 from kvtier.sim.formats.lines import Line, read_lines
-from kvtier.sim.formats.mooncake import FIELDS, MS
+from kvtier.sim.formats.mooncake import FIELDS, read_request
 from kvtier.sim.trace import StopReason, TraceRequest
 
 
@@ -24,15 +24,7 @@ class SharedFormat(TraceFormat):
     @classmethod
     def read(cls, path: Path) -> Iterator[TraceRequest]:
         for line in read_lines(path):
-            num_tokens, ids = line.whole("input_length"), line.hash_ids()
-            check_num_blocks(line, num_tokens, len(ids), cls.block_tokens)
-            yield TraceRequest(
-                line.seconds("timestamp", unit_s=MS),
-                num_tokens,
-                line.whole("output_length"),
-                ids,
-                stop_of(line),
-            )
+            yield read_request(line, cls.block_tokens, stop_of(line))
 
 
 def stop_of(line: Line) -> StopReason:

@@ -18,7 +18,7 @@ from kvtier.tiering.fs.system import (
     set_file_mode,
     status_of,
 )
-from kvtier.tiering.kit.disk import sync_folder
+from kvtier.tiering.kit.disk import rest_of, sync_folder
 
 TOUCH_INTERVAL_S = 60.0
 """Seconds for which a file counts as just used. Shorter writes an inode for every load of a popular block;
@@ -426,18 +426,8 @@ def _transfer(call: Callable[[int, Buffers, int], int], fd: int, buffers: Buffer
     total = sum(map(len, buffers))
     done = call(fd, buffers, 0)
     while 0 < done < total:
-        more = call(fd, _behind(buffers, done), done)
+        more = call(fd, rest_of(buffers, done), done)
         if more == 0:
             return False
         done += more
     return done == total
-
-
-def _behind(buffers: Sequence[memoryview], offset: int) -> list[memoryview]:
-    """Return what of ``buffers`` lies behind the first ``offset`` bytes. Pure."""
-    rest = []
-    for buffer in buffers:
-        if offset < len(buffer):
-            rest.append(buffer[offset:])
-        offset = max(0, offset - len(buffer))
-    return rest

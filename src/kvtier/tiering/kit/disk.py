@@ -6,7 +6,7 @@ other blocks checksummed in between, the block has left the cache when it is wri
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import TypeVar
 
@@ -108,6 +108,16 @@ def is_aligned(rows: memoryview) -> bool:
     """Return whether direct I/O accepts each of ``rows``, shape (num_rows, row_bytes). Pure."""
     address = int(np.asarray(rows).ctypes.data)
     return address % ALIGNMENT_BYTES == 0 and rows.shape is not None and rows.shape[1] % ALIGNMENT_BYTES == 0
+
+
+def rest_of(buffers: Sequence[memoryview], offset: int) -> list[memoryview]:
+    """Return what of ``buffers`` lies behind the first ``offset`` bytes. Pure."""
+    rest = []
+    for buffer in buffers:
+        if offset < len(buffer):
+            rest.append(buffer[offset:])
+        offset = max(0, offset - len(buffer))
+    return rest
 
 
 def plan_num_checksums_ahead(block_bytes: int, *, has_direct_io: bool) -> int:

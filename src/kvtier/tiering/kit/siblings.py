@@ -158,19 +158,16 @@ class SiblingNamespaces:
             self._place.note_siblings(self._siblings)
 
 
-def describe_siblings(
-    tier: str, own: Namespace, documents: Sequence[tuple[str, str]], max_siblings: int = MAX_SIBLINGS
-) -> list[Sibling]:
+def describe_siblings(tier: str, own: Namespace, documents: Sequence[tuple[str, str]]) -> list[Sibling]:
     """Return the namespaces whose documents can be read, each with what distinguishes it. Pure.
 
-    Of more than ``max_siblings`` those that differ least are returned: a mistake changes a field or two, another model
+    Of more than ``MAX_SIBLINGS`` those that differ least are returned: a mistake changes a field or two, another model
     changes many.
 
     Args:
         tier: type of the tier.
         own: the namespace that lacks blocks.
         documents: names and documents of others.
-        max_siblings: the most that are returned.
     """
     siblings: list[tuple[int, Sibling]] = []
     for name, document in documents:
@@ -185,8 +182,8 @@ def describe_siblings(
             detail["more"] = f"{len(found) - MAX_FIELDS} fields more"
         miss = Miss(MissCause.OTHER_NAMESPACE, tier, MappingProxyType(detail))
         siblings.append((len(found), Sibling(name, miss)))
-    if len(siblings) > max_siblings:
-        siblings = sorted(siblings, key=lambda each: each[0])[:max_siblings]
+    if len(siblings) > MAX_SIBLINGS:
+        siblings = sorted(siblings, key=lambda each: each[0])[:MAX_SIBLINGS]
     return [sibling for _, sibling in siblings]
 
 

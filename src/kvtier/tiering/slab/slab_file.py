@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.tiering.kit.backend import allocate_page
+from kvtier.tiering.kit.disk import rest_of
 from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
 from kvtier.tiering.slab.superblock import SlabGeometry
 
@@ -155,7 +156,7 @@ class SlabFile:
         done = call(self._fd, buffers, offset)
         while 0 < done < total:
             try:
-                more = call(self._fd, _behind(buffers, done), offset + done)
+                more = call(self._fd, rest_of(buffers, done), offset + done)
             except OSError as error:
                 # Direct I/O goes on at page boundaries only, and stops elsewhere only where the file ends.
                 if error.errno != errno.EINVAL:
@@ -165,13 +166,3 @@ class SlabFile:
                 break
             done += more
         return done
-
-
-def _behind(buffers: Sequence[memoryview], offset: int) -> list[memoryview]:
-    """Return what of ``buffers`` lies behind the first ``offset`` bytes. Pure."""
-    rest = []
-    for buffer in buffers:
-        if offset < len(buffer):
-            rest.append(buffer[offset:])
-        offset = max(0, offset - len(buffer))
-    return rest

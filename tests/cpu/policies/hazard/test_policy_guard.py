@@ -5,7 +5,7 @@ import pytest
 from kvtier.base import ReqContext
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.policies.hazard.policy import DEFICIT_WINDOW_S, MAX_DEFICIT_RATIO, PolicySelector
-from kvtier.sim.host_replay import TouchOrder, blocks_of_share, serve
+from kvtier.sim.host_replay import blocks_of_share, serve
 from kvtier.sim.made_up import make_chats_beside_jobs
 from kvtier.sim.trace import BlockKeys, Trace
 
@@ -34,7 +34,7 @@ def hits_by_ten_minutes(trace: Trace, policy: str, share: float) -> list[tuple[i
     counts = [(0, 0)] * (1 + int(trace.requests[-1].arrival_s // TEN_MINUTES_S))
     for number, request in enumerate(trace.requests):
         now_s = request.arrival_s
-        num_hits = serve(manager, keys.of(request.hash_ids), ReqContext(str(number)), TouchOrder.TAIL_FIRST)
+        num_hits = serve(manager, keys.of(request.hash_ids), ReqContext(str(number)))
         old = counts[int(now_s // TEN_MINUTES_S)]
         counts[int(now_s // TEN_MINUTES_S)] = (old[0] + num_hits, old[1] + len(request.hash_ids))
     return counts
