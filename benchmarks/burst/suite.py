@@ -1,8 +1,8 @@
 """Many short requests that arrive in one step: the time until all are loaded, and until all are stored.
 
 Each has a prompt of its own of a few small blocks, which is in host memory or only in a tier. The floor is one request
-with as many blocks: what is beyond it is the price of there being many. "One by one" is kvtier with a call of the tier
-for each job. Only ratios of one run are meaningful: the contestants alternate.
+with as many blocks: what is beyond it is the price of there being many. "One by one" is kvtier with a copy and a call
+of the tier for each job. Only ratios of one run are meaningful: the contestants alternate.
 
     python -m benchmarks.burst.suite --out docs/results/requests.md    writes the page of the published numbers
 """
@@ -26,6 +26,7 @@ from benchmarks.harness.measurement import FLOOR, OURS, Better, Measurement
 from benchmarks.harness.rounds import Contestant, RoundCount, fixed, run_rounds, timed
 from benchmarks.harness.suite import Options
 from kvtier.cli.demo.backends import open_backend
+from kvtier.cpu import row_handler
 from kvtier.errors import KVTierError
 from kvtier.tiering.fs.store import FSBlockStore
 from kvtier.tiering.kit import io_pool
@@ -79,21 +80,26 @@ def run(
         if place != HOST:
             tier = {"type": place, **ends.enter_context(open_backend(place, folder))}
 
-        def contestant(num: int, num_blocks: int, name: str, *, joins: bool = True) -> Contestant:
+        def contestant(num: int, num_blocks: int, name: str) -> Contestant:
             own = None if tier is None else _own_place(tier, folder, name)
-            with ExitStack() as patches:
-                if not joins:
-                    patches.enter_context(patch.object(io_pool, "MAX_JOINED_BYTES", 0))
-                slots = num * num_blocks * (1 if own else 2)
-                engine = BurstEngine(BLOCK_BYTES, slots, [own] if own else [], name)
+            slots = num * num_blocks * (1 if own else 2)
+            engine = BurstEngine(BLOCK_BYTES, slots, [own] if own else [], name)
             ends.callback(engine.shutdown)
             return partial(times_once, engine, place, num, num_blocks, generations)
 
         contestants: dict[str, Contestant] = {OURS: contestant(num_requests, BLOCKS_PER_REQUEST, "ours")}
         contestants[FLOOR] = contestant(1, num_requests * BLOCKS_PER_REQUEST, "floor")
-        if tier is not None:
-            contestants[ONE_BY_ONE] = contestant(num_requests, BLOCKS_PER_REQUEST, "alone", joins=False)
+        with joining_nothing():
+            alone = contestant(num_requests, BLOCKS_PER_REQUEST, "alone")
+        contestants[ONE_BY_ONE] = joining_nothing()(alone)
         return run_rounds(contestants, num_rounds)
+
+
+@contextmanager
+def joining_nothing() -> Iterator[None]:
+    """Make every job a call of its own: of a tier that is opened inside the block, and of what is copied inside it."""
+    with patch.object(io_pool, "MAX_JOINED_BYTES", 0), patch.object(row_handler, "MAX_JOINED_BYTES", 0):
+        yield
 
 
 def _own_place(tier: Mapping[str, Any], folder: Path, name: str) -> dict[str, Any]:
@@ -164,8 +170,8 @@ def make_page(measurements: Sequence[Measurement], machine: Mapping[str, object]
         "The time is the least that the processor spends, on all threads but without a server's, until all are",
         "loaded, or stored everywhere. Calls are those of the tier's block store, in the median.",
         "",
-        "One request has as many blocks; one by one, each job is a call. `kvtier bench burst` prints the time that",
-        "passes too, which only an idle machine can compare: the second table has the load.",
+        "One request has as many blocks; one by one, each job is a call and a copy. `kvtier bench burst` prints",
+        "the time that passes too, which only an idle machine can compare: the second table has the load.",
         "",
         "Written by `python -m benchmarks.burst.suite --out docs/results/requests.md`.",
         "",

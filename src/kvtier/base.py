@@ -311,6 +311,21 @@ class OffloadingHandler(ABC):
         """Shut down the handler after its started copies; idempotent."""
 
 
+class JoiningHandler(ABC):
+    """Optional contract of a handler that copies small transfers of many requests with one call.
+
+    Called from the thread that calls the handler.
+    """
+
+    @abstractmethod
+    def transfer_joined(self, jobs: "Mapping[TransferJobId, TransferSpec]") -> set[TransferJobId]:
+        """Start transfers in their order, each with the outcome that it would have alone.
+
+        Returns:
+            Those that were started; each of them is reported by itself, the others never.
+        """
+
+
 class LayerwiseHandler(ABC):
     """Optional contract of a handler that copies one ref after the other and reports when each is complete.
 

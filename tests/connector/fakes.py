@@ -1,7 +1,7 @@
 """Stand-ins for an engine's objects, a spec without memory, and a manager that answers from a table."""
 
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -10,6 +10,7 @@ from kvtier.base import (
     BlockIDsLoadStoreSpec,
     CanonicalKVCaches,
     HandlerEntry,
+    JoiningHandler,
     LoadStoreSpec,
     OffloadingHandler,
     OffloadingManager,
@@ -245,6 +246,21 @@ class FakeHandler(OffloadingHandler):
 
     def wait(self, job_ids: set[TransferJobId]) -> None:
         self.end(*[job_id for job_id in self.begun if job_id in job_ids])
+
+
+class FakeJoiningHandler(FakeHandler, JoiningHandler):
+    """Takes each call's jobs but those that it refuses."""
+
+    def __init__(self, transfer_type: TransferType) -> None:
+        super().__init__(transfer_type)
+        self.refused: set[TransferJobId] = set()
+        self.calls: list[list[TransferJobId]] = []
+
+    def transfer_joined(self, jobs: Mapping[TransferJobId, TransferSpec]) -> set[TransferJobId]:
+        self.calls.append(list(jobs))
+        begun = [job_id for job_id in jobs if job_id not in self.refused]
+        self.begun += begun
+        return set(begun)
 
 
 def report_jobs(

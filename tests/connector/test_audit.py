@@ -158,6 +158,36 @@ def test_blocks_of_a_tier_are_brought_up_while_the_request_computes(engines: lis
     engine.half.manager.check()  # type: ignore[attr-defined]  # as above
 
 
+def test_blocks_that_a_drawn_request_has_stored_itself_are_no_hit(
+    engines: list[AuditedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tier answers only when half of the prompt is computed and stored."""
+    engines.append(engine := AuditedEngine(audit_ratio=1.0, secondary_tiers=[EXAMPLE]))
+    tier = engine.half.manager._tiers[0].tier  # type: ignore[attr-defined]  # whose answer is late
+    request, table = FakeRequest("cold", list(PROMPTS[0])), list(range(9))
+    with monkeypatch.context() as late:
+        late.setattr(tier, "lookup", lambda *_: None)
+        late.setattr(tier, "drain_answered", lambda: None)
+        engine.half.get_num_new_matched_tokens(request, 0)
+        engine.half.update_state_after_alloc(request, FakeBlocks((table,)), 0)
+        step = FakeStep([FakeNewRequest("cold", (table,), 0)])
+        step.num_scheduled_tokens["cold"] = 18
+        engine._step(step)
+        engine.settle()
+    step = FakeStep()
+    step.scheduled_cached_reqs.add("cold", 18)
+    step.num_scheduled_tokens["cold"] = 15
+    engine._step(step)
+    request.tokens.append(7)
+    engine._step(FakeStep(num_scheduled_tokens={"cold": 1}))
+    engine.half.request_finished(request)
+    engine.settle()
+
+    assert engine.stat("requests") == engine.stat("lost_blocks") == 0
+    assert not [name for name in engine.half.stats() if name.startswith("audit.computed_requests")]
+    engine.half.manager.check()  # type: ignore[attr-defined]  # as above
+
+
 def test_a_wrong_block_leaves_the_tiers_too(engines: list[AuditedEngine]) -> None:
     engines.append(engine := AuditedEngine(audit_ratio=1.0, secondary_tiers=[EXAMPLE]))
     engine.serve(PROMPTS[0])

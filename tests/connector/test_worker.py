@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 import pytest
-from tests.connector.fakes import FakeHandler, FakeRegionSpec, FakeSpec, make_config
+from tests.connector.fakes import FakeHandler, FakeJoiningHandler, FakeRegionSpec, FakeSpec, make_config
 
 from kvtier.base import (
     CanonicalKVCaches,
@@ -62,10 +62,13 @@ def empty_step(
 class Bench:
     """A worker half whose handlers end jobs when told to, and its loads while it pauses."""
 
-    def __init__(self, *, is_declining: bool = False) -> None:
+    def __init__(self, *, is_declining: bool = False, is_joining: bool = False) -> None:
         self.pauses_s: list[float] = []
         self.loads = FakeHandler(TransferType("CPU", "GPU"), is_declining=is_declining)
         self.stores = FakeHandler(TransferType("GPU", "CPU"), is_declining=is_declining)
+        if is_joining:
+            self.loads = FakeJoiningHandler(TransferType("CPU", "GPU"))
+            self.stores = FakeJoiningHandler(TransferType("GPU", "CPU"))
         entries = [
             HandlerEntry(CPULoadStoreSpec, GPULoadStoreSpec, self.loads),
             HandlerEntry(GPULoadStoreSpec, CPULoadStoreSpec, self.stores),
@@ -308,3 +311,46 @@ def test_shutdown_drops_deferred_stores_and_may_be_repeated() -> None:
 
     bench.step(empty_step())
     assert bench.stores.begun == []
+
+
+def many_requests(*, source: LoadStoreSpec | None = None) -> OffloadingConnectorMetadata:
+    """Return a step with a load of each of the requests r0 to r3, r1's from ``source``, and four stores."""
+    rows = CPULoadStoreSpec([0, 1])
+    sources: list[LoadStoreSpec] = [rows, source or rows, rows, rows]
+    loads = {
+        TransferJobId(number): TransferJob(f"r{number}", TransferSpec(own, device()))
+        for number, own in enumerate(sources)
+    }
+    stores = {
+        TransferJobId(number): TransferJob("s", TransferSpec(device(), rows)) for number in range(10, 14)
+    }
+    return OffloadingConnectorMetadata(loads, stores)
+
+
+def test_the_transfers_of_many_requests_begin_with_one_call_and_each_ends_by_itself() -> None:
+    bench = Bench(is_joining=True)
+    loads, stores = bench.loads, bench.stores
+    assert isinstance(loads, FakeJoiningHandler)
+    assert isinstance(stores, FakeJoiningHandler)
+    loads.refused, stores.refused = {TransferJobId(2)}, {TransferJobId(12)}
+    loads.failing = {TransferJobId(3)}
+
+    received, report = bench.step(many_requests(source=LostLoadStoreSpec()))
+
+    assert loads.calls == [[0, 2, 3]]
+    assert (received, set(bench.half.take_failed_loads())) == ({"r1", "r2"}, {"r1", "r2"})
+    assert report == OffloadingWorkerMetadata({TransferJobId(1): 1, TransferJobId(2): 1}, frozenset({1, 2}))  # type: ignore[arg-type]  # ids are numbers
+    loads.end(TransferJobId(3))
+    received, report = bench.step(empty_step())
+    assert stores.calls == [[10, 11, 12, 13]]
+    assert (received, bench.half.take_failed_loads()) == ({"r3"}, {"r3": DEVICE_BLOCKS})
+    assert report is not None
+    assert report.completed_jobs == {3: 1, 12: 1}
+    loads.end(TransferJobId(0))
+    stores.end(TransferJobId(10), TransferJobId(13))
+    received, report = bench.step(empty_step())
+    assert (received, bench.half.take_failed_loads()) == ({"r0"}, {})
+    assert report is not None
+    assert (report.completed_jobs, report.failed_jobs) == ({0: 1, 10: 1, 13: 1}, frozenset())
+    bench.step(empty_step(flush=[TransferJobId(11)]))
+    assert stores.begun == []

@@ -23,18 +23,14 @@ from kvtier.cpu.gpu_worker import CpuGpuOffloadingHandlers
 from kvtier.cpu.row_layout import plan_layout
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.errors import KVCacheLayoutError, WorkerAreaError
-from kvtier.testing.handler_suite import (
-    TWO_BLOCKS,
-    HandlerSuite,
-    load,
-    store,
-)
+from kvtier.testing.handler_suite import TWO_BLOCKS, load, store
+from kvtier.testing.joining_suite import JoiningHandlerSuite
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 region_numbers = itertools.count()
 
 
-class TestPrivateRows(HandlerSuite):
+class TestPrivateRows(JoiningHandlerSuite):
     """CPU tensors, rows of the worker's own."""
 
     def make_handlers(
@@ -43,7 +39,7 @@ class TestPrivateRows(HandlerSuite):
         return CpuGpuOffloadingHandlers(kv_caches, block_size_factor, num_cpu_blocks)
 
 
-class TestRegionRows(HandlerSuite):
+class TestRegionRows(JoiningHandlerSuite):
     """CPU tensors, the second of two workers' parts of a region with aligned rows."""
 
     @pytest.fixture(autouse=True)
@@ -76,7 +72,7 @@ class TestRegionRows(HandlerSuite):
 
 @needs_cuda
 @pytest.mark.cuda
-class TestCuda(HandlerSuite):
+class TestCuda(JoiningHandlerSuite):
     """CUDA tensors, pinned private rows."""
 
     device = "cuda"

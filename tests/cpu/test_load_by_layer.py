@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.base import CanonicalKVCaches, TransferJobId, TransferSpec
-from kvtier.cpu.gpu_worker import CPU_TO_GPU, CpuGpuOffloadingHandlers, RowHandler
+from kvtier.cpu.gpu_worker import CpuGpuOffloadingHandlers
 from kvtier.cpu.row_copy import RowCopier
+from kvtier.cpu.row_handler import CPU_TO_GPU, RowHandler
 from kvtier.cpu.row_layout import GroupMoves, plan_layout
 from kvtier.cpu.transfer_queue import CopyThread
 from kvtier.testing.examples import num_examples

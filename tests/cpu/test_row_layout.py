@@ -14,7 +14,10 @@ from kvtier.cpu.row_layout import (
     RowLayout,
     Run,
     count_bytes,
+    is_whole,
+    join_moves,
     locate,
+    part_moves,
     plan_layout,
     plan_moves,
     plan_runs,
@@ -203,3 +206,56 @@ def test_a_whole_slot_is_one_range_and_a_partial_one_a_range_for_each_ref() -> N
         (2, 7, 12, 16),
     ]
     assert loaded == [(0, 5, 4, 8), (0, 5, 10, 12), (1, 6, 0, 12), (2, 7, 0, 4), (2, 7, 8, 10)]
+
+
+def test_joined_moves_are_those_of_each_transfer_one_after_the_other() -> None:
+    layout = plan_layout(caches_of([8], [4, 4], num_blocks=16), 2)
+    transfers = [
+        (GPULoadStoreSpec([4, 1, 0, 7, 3, 2], [2, 4], [2, 0]), CPULoadStoreSpec([2, 0, 5])),
+        (GPULoadStoreSpec([10, 11], [0, 2], [0, 4]), CPULoadStoreSpec([7])),
+        (GPULoadStoreSpec([5, 6, 9, 8], [4, 0], [0, 0]), CPULoadStoreSpec([1, 6])),
+    ]
+
+    joined = join_moves(layout, transfers, 8)
+
+    assert all(is_whole(layout, *transfer) for transfer in transfers)
+    assert [_as_lists(moves) for moves, _ in joined] == [
+        (0, [4, 1, 5, 6, 9, 8], [2, 1, 6], 0),
+        (1, [0, 7, 3, 2, 10, 11], [0, 5, 7], 0),
+    ]
+    for number, transfer in enumerate(transfers):
+        parts, alone = part_moves(joined, number, 2), plan_moves(layout, *transfer, 8)
+        assert list(map(_as_lists, parts)) == list(map(_as_lists, alone))
+
+
+def test_joined_moves_do_not_change_with_the_callers_arrays() -> None:
+    layout = plan_layout(caches_of([8], num_blocks=8), 1)
+    device, rows = GPULoadStoreSpec([4, 1], [2], [0]), CPULoadStoreSpec([2, 3])
+
+    (joined,) = join_moves(layout, [(device, rows)], 8)
+    device.block_ids[:] = 0
+    rows.block_ids[:] = 0
+
+    assert _as_lists(joined.moves) == (0, [4, 1], [2, 3], 0)
+
+
+@pytest.mark.parametrize(
+    ("device", "slots"),
+    [
+        (GPULoadStoreSpec([0, 1], [2, 0], [1, 0]), [0]),
+        (GPULoadStoreSpec([0, 1], [1, 1], [0, 0]), [0]),
+        (GPULoadStoreSpec([0, 1], [2], [0]), [0]),
+        (GPULoadStoreSpec([0, 1], [2, 0], [0, 0]), [0, 1]),
+        (GPULoadStoreSpec([0, 1], [2, 0], [0, 0]), []),
+        (GPULoadStoreSpec([0, 1], [2, 0], [-2, 0]), [0]),
+        (GPULoadStoreSpec([0, 1], [4, -2], [0, 0]), [0]),
+    ],
+)
+def test_a_transfer_of_parts_of_blocks_or_with_other_slots_is_not_whole(
+    device: GPULoadStoreSpec, slots: list[int]
+) -> None:
+    assert not is_whole(plan_layout(caches_of([8], [4]), 2), device, CPULoadStoreSpec(slots))
+
+
+def _as_lists(moves: GroupMoves) -> tuple[int, list[int], list[int], int]:
+    return moves.group_idx, moves.device_blocks.tolist(), moves.slots.tolist(), moves.first_sub_block

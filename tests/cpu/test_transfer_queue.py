@@ -207,3 +207,41 @@ def test_a_device_that_fails_at_a_part_fails_its_jobs() -> None:
     assert not transfer_queue.wait_for_part({TransferJobId(1)}, 0)
     assert ids(transfer_queue) == [(0, False), (1, False)]
     assert transfer_queue.wait_for_part({TransferJobId(0)}, 0)
+
+
+def test_joined_copies_are_launched_once_and_reported_each_with_its_share(queue: FakeQueue) -> None:
+    transfer_queue = DeviceTransferQueue(CPU_TO_GPU, queue)
+
+    assert transfer_queue.submit_joined(
+        {TransferJobId(3): 10, TransferJobId(1): 30}, lambda: None, lambda _: None
+    )
+    before = ids(transfer_queue)
+    transfer_queue.wait({TransferJobId(1)})
+
+    assert before == []
+    assert len(queue.handles) == 1
+    results = transfer_queue.drain_finished()
+    assert [(result.job_id, result.transfer_size, result.transfer_time) for result in results] == [
+        (3, 10, 0.125),
+        (1, 30, 0.375),
+    ]
+
+
+def test_joined_copies_are_declined_together_and_fail_with_the_device(
+    transfer_queue: DeviceTransferQueue, queue: FakeQueue
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    assert not transfer_queue.submit_joined(
+        {TransferJobId(5): 1, TransferJobId(1): 1}, lambda: None, lambda _: None
+    )
+    assert not transfer_queue.submit_joined({TransferJobId(5): 1, TransferJobId(6): 1}, fail, lambda _: None)
+    assert transfer_queue.submit_joined(
+        {TransferJobId(5): 1, TransferJobId(6): 1}, lambda: None, lambda _: None
+    )
+    queue.handles[-1].is_broken = True
+
+    transfer_queue.wait({TransferJobId(6)})
+
+    assert ids(transfer_queue) == [(0, True), (1, True), (2, True), (5, False), (6, False)]

@@ -140,3 +140,77 @@ def test_an_id_in_flight_is_declined() -> None:
     gate.may_end.set()
     thread.shutdown()
     assert [result.job_id for result in thread.drain_finished()] == [1]
+
+
+def test_joined_jobs_are_copied_once_and_each_has_its_share_of_the_time() -> None:
+    clock = ManualClock()
+    thread = CopyThread(GPU_TO_CPU, clock)
+    alone: list[TransferJobId] = []
+
+    assert thread.submit_joined({job(4): 10, job(2): 30}, lambda: clock.advance(8.0), alone.append)
+    thread.wait({job(2)})
+
+    results = thread.drain_finished()
+    assert [(result.job_id, result.transfer_size, result.transfer_time) for result in results] == [
+        (4, 10, 2.0),
+        (2, 30, 6.0),
+    ]
+    assert alone == []
+    thread.shutdown()
+
+
+def test_joined_jobs_of_no_bytes_share_the_time_evenly() -> None:
+    clock = ManualClock()
+    thread = CopyThread(GPU_TO_CPU, clock)
+
+    thread.submit_joined({job(1): 0, job(2): 0}, lambda: clock.advance(8.0), lambda _: None)
+    thread.wait({job(1), job(2)})
+
+    assert [result.transfer_time for result in thread.drain_finished()] == [4.0, 4.0]
+    thread.shutdown()
+
+
+def test_when_a_joined_copy_fails_each_job_has_the_outcome_that_it_has_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    thread = CopyThread(GPU_TO_CPU)
+
+    def copy_alone(job_id: TransferJobId) -> None:
+        if job_id == 2:
+            fail()
+
+    thread.submit_joined({job(1): 1, job(2): 1, job(3): 1}, fail, copy_alone)
+    thread.submit(job(4), 1, succeed)
+    thread.wait({job(3), job(4)})
+
+    results = [(result.job_id, result.success) for result in thread.drain_finished()]
+    assert results == [(1, True), (2, False), (3, True), (4, True)]
+    assert "no such memory" in caplog.text
+    thread.shutdown()
+
+
+def test_joined_jobs_are_declined_together_when_one_is_open_or_the_thread_has_ended() -> None:
+    thread = CopyThread(GPU_TO_CPU)
+    gate = Gate()
+    thread.submit(job(1), 1, gate)
+
+    assert not thread.submit_joined({job(2): 1, job(1): 1}, succeed, lambda _: None)
+    gate.may_end.set()
+    thread.shutdown()
+    assert not thread.submit_joined({job(2): 1, job(3): 1}, succeed, lambda _: None)
+    assert [result.job_id for result in thread.drain_finished()] == [1]
+
+
+def test_a_thread_that_dies_in_a_joined_copy_fails_all_its_jobs(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    thread = CopyThread(GPU_TO_CPU)
+    gate = Gate()
+    thread.submit(job(0), 1, gate)
+    thread.submit_joined({job(1): 1, job(2): 1}, die, lambda _: None)
+    gate.may_end.set()
+
+    thread.wait({job(1), job(2)})
+
+    results = [(result.job_id, result.success) for result in thread.drain_finished()]
+    assert results == [(0, True), (1, False), (2, False)]
+    thread.shutdown()

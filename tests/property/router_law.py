@@ -10,12 +10,14 @@ from collections.abc import Iterable, Sequence
 from kvtier.base import JobId, OffloadKey, ReqContext
 from kvtier.testing.faults import Faults, FaultyTier
 from kvtier.testing.indexer import BlockIndexer
+from kvtier.testing.tier_driver import FIRST_STATE
 from kvtier.testing.tier_suite import key_of
 from kvtier.testing.tiering_driver import DeviceStore, TieringDriver, TierMaker
 from kvtier.tiering.base import JobMetadata, JobResult
 from kvtier.tiering.example import ExampleSecondaryTier
 
-NUMBERS_IN_USE = range(8)
+NUMBERS_IN_USE = [*range(8), *range(FIRST_STATE, FIRST_STATE + 8)]
+"""Blocks, and the states after them."""
 
 
 class WatchedTier(FaultyTier):

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 import hypothesis.strategies as st
 import numpy as np
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 from tests.property.miss_law import MissLaw
 from tests.property.parking_policies import ARC_PARKING, LRU_PARKING
 from tests.property.router_law import WatchedDriver, WatchedTier
+from tests.property.state_rules import StateRules
 
 from kvtier.base import ReqContext
 from kvtier.connector.load_or_compute import list_unwanted
@@ -87,7 +88,7 @@ FIRST_TIERS = (
 """What the first of several tiers wants; the others want every block at once."""
 
 
-class TieringModel(RuleBasedStateMachine):
+class TieringModel(StateRules):
     """An engine that does anything, over tiers that fail in any way."""
 
     @initialize(
@@ -350,13 +351,7 @@ class TieringModel(RuleBasedStateMachine):
 
         A new store then reaches every tier, and a prefix longer than the primary is served as far as it fits.
         """
-        self.end_everything()
-        # What is still under way may fail yet and so open a breaker; recovery begins after that.
-        for _ in range(NUM_SLOTS + 3):
-            self.driver.step()
-        self.driver.clock.advance(RECOVERY_S)
-        for _ in range(NUM_SLOTS + 3):  # what a tier still gets may cost it the very block that is looked up
-            self.driver.step()
+        self.recover()
         if not self.driver.primary.is_ready(key_of(fresh)):
             self.driver.store([fresh])
             for _ in range(NUM_SLOTS + 2):  # the tiers report at the next poll, and the backlog goes first
@@ -414,6 +409,16 @@ class TieringModel(RuleBasedStateMachine):
         while self.requests:
             self.driver.manager.request_finished(self.requests.pop().context)
 
+    def recover(self) -> None:
+        """End what is under way, and let the pauses of tiers and keys pass."""
+        self.end_everything()
+        # What is still under way may fail yet and so open a breaker; recovery begins after that.
+        for _ in range(NUM_SLOTS + 3):
+            self.driver.step()
+        self.driver.clock.advance(RECOVERY_S)
+        for _ in range(NUM_SLOTS + 3):  # what a tier still gets may cost it the very block that is looked up
+            self.driver.step()
+
     def search_past_a_deadline(self, request: Request) -> int | None:
         """Let a request search, and leave it alone until its present wait is over."""
         answer = self.driver.search(request.numbers, request.context)
@@ -470,6 +475,7 @@ def act_at_random(model: TieringModel, rng: random.Random) -> None:
         (2, lambda: model.serve([*numbers[:2], UNKNOWN])),
         (2, lambda: model.explain(pick % 10)),
         (6, lambda: model.store(numbers[:4])),
+        (11, lambda: model.act_with_states(rng)),
         (3, lambda: model.begin_store(numbers[:4] + numbers[:1])),
         (4, lambda: model.end_store(pick % 3 > 0) if model.stores else None),
         (4, lambda: model.arrive(numbers)),

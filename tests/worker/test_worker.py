@@ -1,10 +1,13 @@
 """The worker routes by media, turns a handler's failure into False, and asks every handler."""
 
+from collections.abc import Mapping
+
 import pytest
 
 from kvtier.base import (
     BlockIDsLoadStoreSpec,
     GPULoadStoreSpec,
+    JoiningHandler,
     OffloadingHandler,
     TransferJobId,
     TransferResult,
@@ -110,3 +113,56 @@ def test_wait_and_shutdown_reach_every_handler() -> None:
 
     assert store.waited_for == load.waited_for == {1}
     assert store.num_shutdowns == load.num_shutdowns == 1
+
+
+class FakeJoiningHandler(FakeHandler, JoiningHandler):
+    """Takes the even jobs of a call; raises when told to."""
+
+    def __init__(self, answer: bool | Exception = True) -> None:
+        super().__init__(answer)
+        self.calls: list[list[TransferJobId]] = []
+
+    def transfer_joined(self, jobs: Mapping[TransferJobId, TransferSpec]) -> set[TransferJobId]:
+        self.calls.append(list(jobs))
+        return {
+            job_id for job_id, spec in jobs.items() if job_id % 2 == 0 and self.transfer_async(job_id, spec)
+        }
+
+
+def joined_jobs() -> dict[TransferJobId, TransferSpec]:
+    """Return four stores, two loads and a transfer of media that have no handler."""
+    return {
+        TransferJobId(number): spec
+        for number, spec in enumerate(
+            [
+                *[TransferSpec(DEVICE, ROWS)] * 2,
+                *[TransferSpec(ROWS, DEVICE)] * 2,
+                *[TransferSpec(DEVICE, ROWS)] * 2,
+                TransferSpec(ROWS, ROWS),
+            ]
+        )
+    }
+
+
+def test_jobs_of_the_same_media_reach_a_handler_with_one_call_if_it_joins() -> None:
+    store, load = FakeJoiningHandler(), FakeHandler()
+
+    started = worker_of(store, load).transfer_joined(joined_jobs())
+
+    assert store.calls == [[0, 1, 4, 5]]
+    assert started == {0, 4, 2, 3}
+
+
+def test_a_single_job_is_not_joined() -> None:
+    store = FakeJoiningHandler()
+
+    assert worker_of(store, FakeHandler()).transfer_joined(
+        {TransferJobId(1): TransferSpec(DEVICE, ROWS)}
+    ) == {1}
+    assert store.calls == []
+
+
+def test_a_handler_that_raises_costs_its_own_jobs() -> None:
+    store, load = FakeJoiningHandler(RuntimeError("broken")), FakeHandler()
+
+    assert worker_of(store, load).transfer_joined(joined_jobs()) == {2, 3}

@@ -151,7 +151,7 @@ def explain_simulation(
         raise ConfigError(
             "--policy", host_options.policy, "name one policy: kvtier simulate compares several"
         )
-    engine, host = make_machine(trace, engine_options, host_options)
+    trace, engine, host = make_machine(trace, engine_options, host_options)
     records: list[RequestRecord] = []
     with show_progress("1 simulation", len(trace.requests), Console(stderr=True)) as note:
         found = simulate(trace, engine, host, on_request=lambda: note(1, None), on_record=records.append)

@@ -260,7 +260,9 @@ class Audit:
             return
         del self._searching[state.context.req_id]
         if end_token > first_token:
-            self._pin(state, first_token, end_token)
+            keys = iterate_load_keys(self._layouts, state.keys, first_token, end_token)
+            if state.audit is None or state.audit.stored.isdisjoint(keys):
+                self._pin(state, first_token, end_token)
         self._settle(state)
 
     def _locate(self, state: RequestState, first_token: int) -> None:
@@ -270,8 +272,10 @@ class Audit:
             return
         last_token = state.request.num_tokens - 1
         first, end = first_token // layout.block_tokens, last_token // layout.block_tokens
-        run = self._locating.locator.locate(state.keys[layout.idx][first : max(first, end)], state.context)
-        if run is None:
+        keys = state.keys[layout.idx][first : max(first, end)]
+        run = self._locating.locator.locate(keys, state.context)
+        # A tier may answer late. What the request has stored by then was not held when it came.
+        if run is None or not audit.stored.isdisjoint(keys[: len(run.places)]):
             return
         tokens: dict[str, int] = {}
         for place in run.places:

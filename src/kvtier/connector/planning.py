@@ -208,6 +208,7 @@ def offer_blocks(
     Effects:
         ``state.stores`` remembers what was offered, and how large an offer found room. Each refusal halves it, so a
         step makes at most a logarithm of refused calls, and one when there was no room before.
+        An audit whose search goes on gets the stored keys.
     """
     stores = state.stores
     plans: list[StorePlan] = []
@@ -232,6 +233,8 @@ def offer_blocks(
             stores.next_blocks[block.group_idx] = block.block + 1
         if output.keys_to_store:
             plans.append(_plan_store(layouts, state, batch, output))
+            if state.audit is not None and state.audit.is_open:
+                state.audit.stored.update(output.keys_to_store)
         # After a refusal larger offers would only be refused again; in a new step there may be room.
         batch_blocks = batch_blocks if num_refused else 2 * batch_blocks
     stores.batch_blocks = None

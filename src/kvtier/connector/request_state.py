@@ -154,6 +154,7 @@ class AuditState:
         is_counted: whether it is in the trial.
         is_forced: whether it is loaded although loads of its length are switched off.
         blocks: what is pinned and not compared yet.
+        stored: the blocks that it has stored itself while the search for its hit went on: they are no hit.
     """
 
     arm: Arm
@@ -166,6 +167,7 @@ class AuditState:
     is_counted: bool = False
     is_forced: bool = False
     blocks: dict[OffloadKey, PinnedBlock] = field(default_factory=dict)
+    stored: set[OffloadKey] = field(default_factory=set)
 
     @property
     def is_computed(self) -> bool:

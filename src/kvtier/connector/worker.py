@@ -157,12 +157,25 @@ class OffloadingConnectorWorker:
         """Start the loads of this step, after ``handle_preemptions`` if the engine has not called it."""
         self.handle_preemptions(metadata)
         self._is_step_invalid = False
-        for job_id, job in metadata.load_jobs.items():
-            # A declined load is reported in get_finished like any other: the engine looks nowhere else.
-            is_lost = isinstance(job.transfer_spec.source, LostLoadStoreSpec)
-            begin = self._layer_loads.begin if job.is_layerwise else self.worker.transfer_async
-            has_begun = (job.is_layerwise or not is_lost) and begin(job_id, job.transfer_spec)
-            self._loads[job_id] = _OpenLoad(job, has_begun)
+        if not metadata.load_jobs:
+            return
+        # First: the step computes with them, layer by layer.
+        begun = {
+            job_id
+            for job_id, job in metadata.load_jobs.items()
+            if job.is_layerwise and self._layer_loads.begin(job_id, job.transfer_spec)
+        }
+        begun |= self.worker.transfer_joined(
+            {
+                job_id: job.transfer_spec
+                for job_id, job in metadata.load_jobs.items()
+                if not (job.is_layerwise or isinstance(job.transfer_spec.source, LostLoadStoreSpec))
+            }
+        )
+        # A declined load is reported in get_finished like any other: the engine looks nowhere else.
+        self._loads.update(
+            {job_id: _OpenLoad(job, job_id in begun) for job_id, job in metadata.load_jobs.items()}
+        )
 
     def wait_for_loads(self) -> None:
         """Wait until the started loads have ended; get_finished then reports them.
@@ -271,12 +284,13 @@ class OffloadingConnectorWorker:
         self.worker.shutdown()
 
     def _begin_deferred_stores(self) -> None:
+        if not self._deferred_stores:
+            return
         deferred, self._deferred_stores = self._deferred_stores, {}
-        for job_id, job in deferred.items():
-            if self.worker.transfer_async(job_id, job.transfer_spec):
-                self._stores.add(job_id)
-            else:
-                self._report.mark_completed(job_id, success=False)
+        begun = self.worker.transfer_joined({job_id: job.transfer_spec for job_id, job in deferred.items()})
+        self._stores |= begun
+        for job_id in deferred.keys() - begun:
+            self._report.mark_completed(job_id, success=False)
 
     def _end_load(self, job_id: TransferJobId, success: bool) -> set[str]:
         """Report a load; return its request if the engine waits for it."""

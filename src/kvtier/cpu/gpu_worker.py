@@ -27,8 +27,6 @@ from kvtier.base import (
     BlockIds,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
-    GPULoadStoreSpec,
-    LayerwiseHandler,
     OffloadingHandler,
     TransferJobId,
     TransferResult,
@@ -37,18 +35,16 @@ from kvtier.base import (
 )
 from kvtier.config import CudaCopier
 from kvtier.cpu.audit_handler import AuditHandler
-from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.compare import KVFormat
 from kvtier.cpu.cuda.copy_autotune import Choice
 from kvtier.cpu.cuda.pinned_region import PinnedRows, pin_rows
 from kvtier.cpu.cuda.start import StreamQueue, choose_copiers, map_rows, pin_region
 from kvtier.cpu.row_copy import RowCopier
+from kvtier.cpu.row_handler import CPU_TO_GPU, GPU_TO_CPU, RowHandler, TransferQueue
 from kvtier.cpu.row_layout import (
     GroupMoves,
     RowLayout,
-    count_bytes,
     plan_layout,
-    plan_moves,
 )
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.cpu.transfer_queue import CopyThread, DeviceTransferQueue
@@ -56,13 +52,6 @@ from kvtier.errors import KVCacheLayoutError, RegionMemoryError
 from kvtier.limits import find_memory_limit
 
 logger = logging.getLogger(__name__)
-
-GPU_TO_CPU = TransferType(GPULoadStoreSpec.medium(), CPULoadStoreSpec.medium())
-CPU_TO_GPU = TransferType(CPULoadStoreSpec.medium(), GPULoadStoreSpec.medium())
-
-Copy = Callable[[Sequence[GroupMoves]], None]
-CopyRefs = Callable[[Sequence[GroupMoves], slice], None]
-"""Moves the bytes of some refs of each group."""
 
 
 class Copier(Protocol):
@@ -76,25 +65,6 @@ class Copier(Protocol):
 
     def release(self) -> None:
         """Drop tensors and rows; idempotent. No copy may be in flight."""
-
-
-class TransferQueue(Protocol):
-    """Runs the copies of one direction in the order of submission."""
-
-    def submit(self, job_id: TransferJobId, num_bytes: int, *parts: Callable[[], None]) -> bool:
-        """Accept a copy whose parts run in order; False when the queue accepts none any more."""
-
-    def drain_finished(self) -> list[TransferResult]:
-        """Return the jobs that ended since the last call; does not block."""
-
-    def wait(self, job_ids: set[TransferJobId]) -> None:
-        """Block until each of ``job_ids`` has ended."""
-
-    def wait_for_part(self, job_ids: set[TransferJobId], part: int) -> bool:
-        """Make compute wait until each job's parts up to ``part`` are copied; False when one has failed."""
-
-    def shutdown(self) -> None:
-        """Wait for started copies and accept no more; idempotent."""
 
 
 class CpuGpuOffloadingHandlers:
@@ -220,106 +190,6 @@ class CpuGpuOffloadingHandlers:
         loading.attach(self._copiers[1].load, self._copiers[1].load)
         if self.audit_handler is not None:
             self.audit_handler.attach(partial(_read_pages, pages))
-
-
-class RowHandler(OffloadingHandler, LayerwiseHandler):
-    """One direction between device blocks and rows: plans a transfer at once and submits its copy to a queue.
-
-    It copies ref by ref if it has a function for that and the cache has one group.
-
-    Args:
-        transfer_type: GPU_TO_CPU or CPU_TO_GPU.
-        layout: the bytes within a row.
-        num_slots: slots of the primary tier.
-        queue: runs copies in order.
-    """
-
-    def __init__(
-        self,
-        transfer_type: TransferType,
-        layout: RowLayout,
-        num_slots: int,
-        queue: TransferQueue,
-    ) -> None:
-        self._transfer_type = transfer_type
-        self._layout = layout
-        self._num_slots = num_slots
-        self._queue = queue
-        self._copy: Copy | None = None
-        self._copy_refs: CopyRefs | None = None
-        self._unreported: set[TransferJobId] = set()
-
-    def attach(self, copy: Copy, copy_refs: CopyRefs | None = None) -> None:
-        """Use ``copy`` for each transfer from now on, and ``copy_refs`` to copy only some refs."""
-        self._copy, self._copy_refs = copy, copy_refs
-
-    def detach(self) -> None:
-        """Decline transfers until ``attach``; blocks until the started ones have ended."""
-        self._copy = self._copy_refs = None
-        self._queue.wait(self._unreported)
-
-    def transfer_async(self, job_id: TransferJobId, spec: TransferSpec) -> bool:
-        if self._copy is None:
-            logger.error(
-                "job %d, %s to %s, is declined: no KV cache is registered", job_id, *self._transfer_type
-            )
-            return False
-        moves = self._plan(job_id, spec)
-        return moves is not None and self._submit(job_id, moves, [partial(self._copy, moves)])
-
-    def num_refs(self) -> int:
-        if self._copy_refs is None or len(self._layout.groups) != 1:
-            return 0
-        return len(self._layout.groups[0].places)
-
-    def transfer_by_ref(self, job_id: TransferJobId, spec: TransferSpec) -> bool:
-        num_refs = self.num_refs()
-        if self._copy_refs is None or num_refs == 0:
-            logger.error("job %d is declined: it cannot be copied layer by layer", job_id)
-            return False
-        moves = self._plan(job_id, spec)
-        if moves is None:
-            return False
-        parts = [partial(self._copy_refs, moves, slice(idx, idx + 1)) for idx in range(num_refs)]
-        return self._submit(job_id, moves, parts)
-
-    def wait_for_ref(self, job_ids: set[TransferJobId], ref_idx: int) -> bool:
-        return self._queue.wait_for_part(job_ids, ref_idx)
-
-    def get_finished(self) -> list[TransferResult]:
-        finished = self._queue.drain_finished()
-        self._unreported.difference_update(result.job_id for result in finished)
-        return finished
-
-    def wait(self, job_ids: set[TransferJobId]) -> None:
-        self._queue.wait(job_ids)
-
-    def shutdown(self) -> None:
-        self._queue.shutdown()
-
-    def _plan(self, job_id: TransferJobId, spec: TransferSpec) -> list[GroupMoves] | None:
-        try:
-            return plan_moves(self._layout, *self._ends(spec), self._num_slots)
-        except KVCacheLayoutError as error:
-            logger.error("job %d, %s to %s, is declined: %s", job_id, *self._transfer_type, error)  # noqa: TRY400  # the message is enough
-            return None
-
-    def _submit(
-        self, job_id: TransferJobId, moves: Sequence[GroupMoves], parts: Sequence[Callable[[], None]]
-    ) -> bool:
-        is_begun = self._queue.submit(job_id, count_bytes(self._layout, moves), *parts)
-        if is_begun:
-            self._unreported.add(job_id)
-        return is_begun
-
-    def _ends(self, spec: TransferSpec) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:
-        is_store = self._transfer_type == GPU_TO_CPU
-        device, rows = (spec.source, spec.destination) if is_store else (spec.destination, spec.source)
-        if not isinstance(device, GPULoadStoreSpec) or not isinstance(rows, CPULoadStoreSpec):
-            raise KVCacheLayoutError(
-                f"{spec.source!r} to {spec.destination!r} is not a transfer of this direction"
-            )
-        return device, rows
 
 
 class OthersStores(OffloadingHandler):

@@ -90,6 +90,18 @@ class GroupMoves:
     first_sub_block: int
 
 
+class JoinedMoves(NamedTuple):
+    """The blocks of one group in several transfers, one transfer after the other.
+
+    Attributes:
+        moves: whole slots only.
+        sizes: device blocks of each transfer.
+    """
+
+    moves: GroupMoves
+    sizes: tuple[int, ...]
+
+
 class Run(NamedTuple):
     """Consecutive device blocks in consecutive slots and sub-blocks.
 
@@ -212,6 +224,65 @@ def plan_moves(
         )
     _check_range("slot", rows.block_ids, num_slots)
     return moves
+
+
+def is_whole(layout: RowLayout, device: GPULoadStoreSpec, rows: CPULoadStoreSpec) -> bool:
+    """Return whether a transfer moves whole slots only, one for each offloaded block of the device's side. Pure."""
+    factor, sizes, indices = layout.block_size_factor, device.group_sizes, device.block_indices
+    return (
+        len(sizes) == len(layout.groups)
+        and len(rows.block_ids) * factor == len(device.block_ids)
+        and min(sizes) >= 0 <= min(indices)
+        and (factor == 1 or not any(number % factor for number in (*sizes, *indices)))
+    )
+
+
+def join_moves(
+    layout: RowLayout, transfers: Sequence[tuple[GPULoadStoreSpec, CPULoadStoreSpec]], num_slots: int
+) -> list[JoinedMoves]:
+    """Pair device blocks with slots for several transfers at once, group by group. Pure.
+
+    Args:
+        layout: the bytes within a row.
+        transfers: both sides of each; each ``is_whole``.
+        num_slots: slots of the primary tier.
+
+    Raises:
+        KVCacheLayoutError: one of them names a block that does not exist.
+    """
+    factor = layout.block_size_factor
+    starts = [0] * len(transfers)
+    joined: list[JoinedMoves] = []
+    for group_idx, group in enumerate(layout.groups):
+        ends = [
+            start + device.group_sizes[group_idx]
+            for start, (device, _) in zip(starts, transfers, strict=True)
+        ]
+        spans = list(zip(transfers, starts, ends, strict=True))
+        # Copies, as in plan_moves.
+        blocks = np.concatenate([device.block_ids[start:end] for (device, _), start, end in spans])
+        slots = np.concatenate(
+            [rows.block_ids[start // factor : end // factor] for (_, rows), start, end in spans]
+        )
+        if len(blocks):
+            _check_range(f"group {group_idx}: device block", blocks, group.num_device_blocks)
+            _check_range("slot", slots, num_slots)
+            sizes = tuple(end - start for _, start, end in spans)
+            joined.append(JoinedMoves(GroupMoves(group_idx, blocks, slots, 0), sizes))
+        starts = ends
+    return joined
+
+
+def part_moves(joined: Sequence[JoinedMoves], number: int, block_size_factor: int) -> list[GroupMoves]:
+    """Return the moves of one of the transfers that were joined. Pure."""
+    parts: list[GroupMoves] = []
+    for moves, sizes in joined:
+        start = sum(sizes[:number])
+        end = start + sizes[number]
+        if start < end:
+            slots = moves.slots[start // block_size_factor : end // block_size_factor]
+            parts.append(GroupMoves(moves.group_idx, moves.device_blocks[start:end], slots, 0))
+    return parts
 
 
 def count_bytes(layout: RowLayout, moves: Sequence[GroupMoves]) -> int:

@@ -9,8 +9,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from kvtier.base import TransferJobId, TransferResult, TransferType
@@ -43,14 +45,19 @@ class DeviceQueue(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    job_id: TransferJobId
-    num_bytes: int
+    """One launched copy: the bytes of its job, or of each of several that were joined."""
+
+    sizes: Mapping[TransferJobId, int]
     handles: tuple[CopyHandle, ...]
 
     @property
     def last(self) -> CopyHandle:
         """The handle with which the copy ends."""
         return self.handles[-1]
+
+    def has_any(self, job_ids: AbstractSet[TransferJobId]) -> bool:
+        """Return whether one of ``job_ids`` is copied here."""
+        return not self.sizes.keys().isdisjoint(job_ids)
 
 
 class DeviceTransferQueue:
@@ -76,17 +83,26 @@ class DeviceTransferQueue:
         Returns:
             False when the queue has shut down, the id is in use, or the launch failed.
         """
-        if not self._is_accepting or any(job.job_id == job_id for job in self._open):
-            return False
-        handles: list[CopyHandle] = []
-        try:
-            handles.extend(self._queue.launch(part) for part in parts)
-        except Exception:  # thread top: the device's runtime raises any type; the engine continues
-            logger.exception("job %d: launching %s to %s failed", job_id, *self._transfer_type)
-            self._wait_for_launched(handles)
-            return False
-        self._open.append(_Launched(job_id, num_bytes, tuple(handles)))
-        return True
+        return self._launch({job_id: num_bytes}, *parts)
+
+    def submit_joined(
+        self,
+        sizes: Mapping[TransferJobId, int],
+        copy: Callable[[], None],
+        copy_alone: Callable[[TransferJobId], None],
+    ) -> bool:
+        """Launch one copy that moves the bytes of several jobs; each is reported by itself.
+
+        Args:
+            sizes: the bytes of each job.
+            copy: moves those of all.
+            copy_alone: moves those of one; not needed here, because a device that fails a copy fails all.
+
+        Returns:
+            False when none was accepted, for the reasons of ``submit``.
+        """
+        del copy_alone
+        return self._launch(sizes, copy)
 
     def drain_finished(self) -> list[TransferResult]:
         """Return the jobs that ended since the last call, in the order of submission; does not block."""
@@ -96,8 +112,8 @@ class DeviceTransferQueue:
 
     def wait(self, job_ids: set[TransferJobId]) -> None:
         """Block until each of ``job_ids`` has succeeded or failed; unknown ids are ignored."""
-        last = max((at for at, job in enumerate(self._open) if job.job_id in job_ids), default=-1)
-        waited_for = {id(job.last) for job in list(self._open)[: last + 1]}
+        last = max((at for at, copy in enumerate(self._open) if copy.has_any(job_ids)), default=-1)
+        waited_for = {id(copy.last) for copy in list(self._open)[: last + 1]}
 
         def is_waited_for(handle: CopyHandle) -> bool:
             if id(handle) not in waited_for:
@@ -115,9 +131,9 @@ class DeviceTransferQueue:
             are ignored.
         """
         try:
-            for job in self._open:
-                if job.job_id in job_ids:
-                    job.handles[min(part, len(job.handles) - 1)].publish()
+            for copy in self._open:
+                if copy.has_any(job_ids):
+                    copy.handles[min(part, len(copy.handles) - 1)].publish()
         except Exception:  # thread top: when the device fails, all its jobs do
             logger.exception("%s to %s: the device failed", *self._transfer_type)
             self._fail_all()
@@ -126,10 +142,23 @@ class DeviceTransferQueue:
     def shutdown(self) -> None:
         """Block until every launched copy has ended, and accept no more; idempotent."""
         self._is_accepting = False
-        self.wait({job.job_id for job in self._open})
+        self.wait({job_id for copy in self._open for job_id in copy.sizes})
+
+    def _launch(self, sizes: Mapping[TransferJobId, int], *parts: Callable[[], None]) -> bool:
+        if not self._is_accepting or any(copy.has_any(sizes.keys()) for copy in self._open):
+            return False
+        handles: list[CopyHandle] = []
+        try:
+            handles.extend(self._queue.launch(part) for part in parts)
+        except Exception:  # thread top: the device's runtime raises any type; the engine continues
+            logger.exception("jobs %s: launching %s to %s failed", list(sizes), *self._transfer_type)
+            self._wait_for_launched(handles)
+            return False
+        self._open.append(_Launched(sizes, tuple(handles)))
+        return True
 
     def _settle(self, has_ended: Callable[[CopyHandle], bool]) -> None:
-        """Move ended jobs from open to finished, oldest first, up to the first that has not ended."""
+        """Move ended copies from open to finished, oldest first, up to the first that has not ended."""
         try:
             while self._open and has_ended(self._open[0].last):
                 self._open[0].last.publish()
@@ -141,7 +170,8 @@ class DeviceTransferQueue:
 
     def _fail_all(self) -> None:
         """End every open job as failed and accept no more."""
-        logger.error("%s to %s: %d jobs fail with the device", *self._transfer_type, len(self._open))
+        num_jobs = sum(len(copy.sizes) for copy in self._open)
+        logger.error("%s to %s: %d jobs fail with the device", *self._transfer_type, num_jobs)
         self._is_accepting = False
         while self._open:
             self._report(success=False)
@@ -156,9 +186,8 @@ class DeviceTransferQueue:
             self._fail_all()
 
     def _report(self, *, success: bool, transfer_time: float | None = None) -> None:
-        job = self._open.popleft()
-        size = job.num_bytes if success else None
-        self._finished.append(TransferResult(job.job_id, success, size, transfer_time, self._transfer_type))
+        sizes = self._open.popleft().sizes
+        self._finished += _make_results(sizes, success, transfer_time, self._transfer_type)
 
 
 @dataclass(eq=False, slots=True)
@@ -186,7 +215,7 @@ class CopyThread:
         self._transfer_type = transfer_type
         self._clock = clock
         self._changed = threading.Condition()
-        self._queue: deque[_Job] = deque()
+        self._queue: deque[Callable[[], None]] = deque()
         self._open: dict[TransferJobId, _Job] = {}
         self._finished: list[TransferResult] = []
         self._is_accepting = True
@@ -205,9 +234,35 @@ class CopyThread:
         with self._changed:
             if not self._is_accepting or job_id in self._open:
                 return False
-            job = _Job(job_id, num_bytes, parts)
-            self._open[job_id] = job
-            self._queue.append(job)
+            job = self._open[job_id] = _Job(job_id, num_bytes, parts)
+            self._queue.append(partial(self._carry_out, job))
+            self._changed.notify_all()
+            return True
+
+    def submit_joined(
+        self,
+        sizes: Mapping[TransferJobId, int],
+        copy: Callable[[], None],
+        copy_alone: Callable[[TransferJobId], None],
+    ) -> bool:
+        """Queue one copy that moves the bytes of several jobs; each is reported by itself.
+
+        Args:
+            sizes: the bytes of each job.
+            copy: moves those of all.
+            copy_alone: moves those of one; called for each when ``copy`` has failed, so that none fails another.
+
+        Returns:
+            False when none was accepted, for the reasons of ``submit``.
+        """
+        with self._changed:
+            if not self._is_accepting or not sizes.keys().isdisjoint(self._open):
+                return False
+            jobs = {
+                job_id: _Job(job_id, size, (partial(copy_alone, job_id),)) for job_id, size in sizes.items()
+            }
+            self._open.update(jobs)
+            self._queue.append(partial(self._carry_out_joined, list(jobs.values()), copy))
             self._changed.notify_all()
             return True
 
@@ -244,14 +299,14 @@ class CopyThread:
 
     def _run(self) -> None:
         try:
-            while (job := self._next_job()) is not None:
-                self._carry_out(job)
+            while (task := self._next_task()) is not None:
+                task()
         except BaseException:  # thread top: anything that ends the thread must fail its jobs
             logger.exception("copy thread %s died; its jobs fail", self._thread.name)
         finally:
             self._fail_open_jobs()
 
-    def _next_job(self) -> _Job | None:
+    def _next_task(self) -> Callable[[], None] | None:
         with self._changed:
             self._changed.wait_for(lambda: self._queue or not self._is_accepting)
             return self._queue.popleft() if self._queue else None
@@ -264,26 +319,61 @@ class CopyThread:
                 self._on_copied(job)
         except Exception:  # thread top
             logger.exception("job %d: copying %s to %s failed", job.job_id, *self._transfer_type)
-            self._report(job, success=False)
+            self._report([job], success=False)
         else:
-            self._report(job, success=True, transfer_time=self._clock() - start_s)
+            self._report([job], success=True, transfer_time=self._clock() - start_s)
+
+    def _carry_out_joined(self, jobs: Sequence[_Job], copy: Callable[[], None]) -> None:
+        start_s = self._clock()
+        try:
+            copy()
+        except Exception:  # thread top
+            logger.exception(
+                "copying %s to %s failed for %d jobs at once; each is copied alone",
+                *self._transfer_type,
+                len(jobs),
+            )
+            for job in jobs:
+                self._carry_out(job)
+        else:
+            self._report(jobs, success=True, transfer_time=self._clock() - start_s)
 
     def _on_copied(self, job: _Job) -> None:
         with self._changed:
             job.num_copied += 1
             self._changed.notify_all()
 
-    def _report(self, job: _Job, *, success: bool, transfer_time: float | None = None) -> None:
-        transfer_size = job.num_bytes if success else None
-        result = TransferResult(job.job_id, success, transfer_size, transfer_time, self._transfer_type)
+    def _report(self, jobs: Sequence[_Job], *, success: bool, transfer_time: float | None = None) -> None:
+        sizes = {job.job_id: job.num_bytes for job in jobs}
+        results = _make_results(sizes, success, transfer_time, self._transfer_type)
         with self._changed:
-            del self._open[job.job_id]
-            self._finished.append(result)
+            for job_id in sizes:
+                del self._open[job_id]
+            self._finished += results
             self._changed.notify_all()
 
     def _fail_open_jobs(self) -> None:
         with self._changed:
             self._is_accepting = False
             unfinished = list(self._open.values())
-        for job in unfinished:
-            self._report(job, success=False)
+        self._report(unfinished, success=False)
+
+
+def _make_results(
+    sizes: Mapping[TransferJobId, int],
+    success: bool,
+    transfer_time: float | None,
+    transfer_type: TransferType,
+) -> list[TransferResult]:
+    """Return the results of jobs that one call copied; each took the time of its share of the bytes. Pure."""
+    num_bytes = sum(sizes.values())
+
+    def time_of(size: int) -> float | None:
+        if transfer_time is None:
+            return None
+        return transfer_time * size / num_bytes if num_bytes else transfer_time / len(sizes)
+
+    return [
+        TransferResult(job_id, success, size if success else None, time_of(size), transfer_type)
+        for job_id, size in sizes.items()
+    ]

@@ -22,8 +22,8 @@ def list_assumptions(request: PlanRequest) -> tuple[str, ...]:
 def _about_model(request: PlanRequest) -> Iterator[str]:
     shape, engine = request.shape, request.engine
     yield (
-        f"A token takes {shape.bytes_per_token:,} bytes ({shape.kv_dtype}), all layers and devices together; heads or "
-        "latents that are copied to several tensor-parallel ranks count once."
+        f"A token takes {shape.attention_bytes_per_token:,} bytes ({shape.kv_dtype}), all layers and devices together; "
+        "heads or latents that are copied to several tensor-parallel ranks count once."
     )
     for line in shape.assumptions:
         yield f"{line[0].upper()}{line[1:]}."
@@ -34,9 +34,15 @@ def _about_model(request: PlanRequest) -> Iterator[str]:
             "were loaded, so times and break-even lengths are upper bounds."
         )
     if shape.states is not None:
+        interval = engine.states.interval_tokens if engine.states else None
+        where = f"each block of {engine.block_tokens:,}" if interval is None else f"each {interval:,}"
         yield (
-            "Recurrent states are spread over the tokens between them: loads are simulated as if every kept state of a "
-            "prefix were loaded, so times and break-even lengths are upper bounds."
+            f"Planned with a state of {shape.state_bytes:,} bytes after {where} tokens, and after the last whole block "
+            "of each prompt; a prefix counts up to the last one that is held."
+        )
+        yield (
+            f"Pages have {engine.block_bytes:,} bytes: the keys and values of {engine.block_tokens:,} tokens, or one "
+            "state; of a loaded prefix one state is loaded."
         )
     yield (
         f"Prompts are computed at {engine.prefill_tokens_per_s:,.0f} tokens a second in all, at any position in the "

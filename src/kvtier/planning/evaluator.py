@@ -10,6 +10,9 @@ pauses. Each tier is a SimulatedTier over a practically infinite link, behind th
 2. Blocks in host memory are pinned, all are touched, missing ones are stored head to tail as in ``host_replay``, all
    are touched once more so that the head ends up most recent, the writes complete and the pins end.
 3. Steps follow until every cascade has ended.
+
+Where the engine keeps recurrent states they are blocks of a second KV group, one for each that ``sim.states`` says is
+kept. A prefix ends where the connector's search over both groups says. States before its end are not computed again.
 """
 
 from collections.abc import Callable
@@ -17,17 +20,20 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Protocol
 
-from kvtier.base import OffloadKey, ReqContext
-from kvtier.connector.prefix_search import maximal_prefix_lookup
+from kvtier.base import OffloadKey, ReqContext, make_offload_key
+from kvtier.connector.groups import make_group_layouts
+from kvtier.connector.prefix_search import find_loadable_end, maximal_prefix_lookup, split_by_need
 from kvtier.planning.prices import HOST
 from kvtier.planning.tier_mix import Mix, MixOutcome
 from kvtier.sim.clients import Clients
 from kvtier.sim.host_replay import HostCache, prepare_stores, replay_host
 from kvtier.sim.link import LinkSpeed
-from kvtier.sim.model import EngineModel, HostModel
+from kvtier.sim.model import EngineModel, HostModel, KeptStates
+from kvtier.sim.request import SimulatedRequest, make_request
 from kvtier.sim.results import Simulation
 from kvtier.sim.simulate import simulate
 from kvtier.sim.spec import ROOM, SimulatedSpec
+from kvtier.sim.states import STATE_GROUP, list_kept_blocks, list_pages
 from kvtier.sim.timeline import Timeline
 from kvtier.sim.trace import BlockKeys, Trace
 
@@ -47,6 +53,7 @@ class ChainReplay:
         num_unique_blocks: distinct accessed blocks.
         num_hits: blocks of prefixes found in host memory or a tier.
         num_host_hits: blocks of prefixes found in host memory alone.
+        num_host_stored: blocks, and states, stored in host memory.
         written_blocks: blocks written to each tier, by its name.
         read_blocks: blocks promoted from each tier, by its name.
     """
@@ -55,6 +62,7 @@ class ChainReplay:
     num_unique_blocks: int
     num_hits: int
     num_host_hits: int
+    num_host_stored: int
     written_blocks: dict[str, int]
     read_blocks: dict[str, int]
 
@@ -77,23 +85,30 @@ class _Chain:
         num_host_hits: those of them that host memory held by itself.
     """
 
-    def __init__(self, trace: Trace, host: HostModel) -> None:
+    def __init__(self, trace: Trace, host: HostModel, states: KeptStates | None) -> None:
         self._timeline = Timeline()
         self._is_woken = False
-        engine = EngineModel(trace.block_tokens, block_bytes=1, num_device_blocks=1)
-        self.spec = SimulatedSpec(engine, host, self._timeline, self._wake, trace.num_unique_blocks)
+        self._block_tokens = trace.block_tokens
+        self._states = states
+        engine = EngineModel(trace.block_tokens, block_bytes=1, num_device_blocks=1, states=states)
+        num_keys = list_pages(trace, states).num_unique_blocks
+        self.spec = SimulatedSpec(engine, host, self._timeline, self._wake, num_keys)
+        self._groups = split_by_need(make_group_layouts(self.spec))
         self._manager = self.spec.get_manager()
         self.num_hits = 0
         self.num_host_hits = 0
 
-    def serve(self, keys: list[OffloadKey], context: ReqContext, arrival_s: float) -> None:
-        """Serve one request."""
+    def serve(self, keys: list[OffloadKey], context: ReqContext, request: SimulatedRequest) -> None:
+        """Serve one request; ``keys`` are those of its blocks."""
         manager, is_ready = self._manager, self._manager.primary.is_ready
-        self._timeline.advance_to(arrival_s)
+        self._timeline.advance_to(request.arrival_s)
         manager.end_step()
-        manager.note_request([keys], context)
-        self.num_host_hits += sum(1 for _ in takewhile(is_ready, keys))
-        self.num_hits += self._search(keys, context)
+        if self._states is None:
+            manager.note_request([keys], context)
+            self.num_host_hits += sum(1 for _ in takewhile(is_ready, keys))
+            self.num_hits += self._search(keys, context)
+        else:
+            keys = self._serve_states(keys, context, request, self._states)
         held = [key for key in keys if is_ready(key)]
         missing = [key for key in keys if not is_ready(key)]
         manager.prepare_load(held, context)
@@ -106,6 +121,34 @@ class _Chain:
         manager.request_finished(context)
         while self._step():
             pass
+
+    def _serve_states(
+        self, keys: list[OffloadKey], context: ReqContext, request: SimulatedRequest, kept: KeptStates
+    ) -> list[OffloadKey]:
+        """Find the prefix of a request with states, and return the keys that it uses, each state behind its block."""
+        is_ready = self._manager.primary.is_ready
+        states = [make_offload_key(block_hash, STATE_GROUP) for block_hash in request.block_hashes]
+        self._manager.note_request([keys, states], context)
+        num_usable = (request.num_prompt_tokens - 1) // self._block_tokens
+        in_host = sum(1 for _ in takewhile(is_ready, keys[:num_usable]))
+        self.num_host_hits += max(
+            (end for end in range(1, in_host + 1) if is_ready(states[end - 1])), default=0
+        )
+        max_end_token = num_usable * self._block_tokens
+        while (
+            found := find_loadable_end(self._groups, self._manager, (keys, states), 0, max_end_token, context)
+        ) is None:
+            self._step()
+        num_found = found.end_token // self._block_tokens
+        self.num_hits += num_found
+        kept_after = {
+            block for block in list_kept_blocks(request, kept, self._block_tokens) if block >= num_found - 1
+        }
+        used = [
+            (key, states[block]) if block in kept_after else (key,)
+            for block, key in enumerate(keys[: len(states)])
+        ]
+        return [key for keys_of_block in used for key in keys_of_block]
 
     def _search(self, keys: list[OffloadKey], context: ReqContext) -> int:
         while (num_found := maximal_prefix_lookup(self._manager, keys, context)) is None:
@@ -138,10 +181,13 @@ class UntimedEvaluator:
     Args:
         trace: the requests.
         cache_policy: registered name of the policy of host memory.
+        states: which recurrent states the engine keeps; None: its model has none.
     """
 
-    def __init__(self, trace: Trace, cache_policy: str) -> None:
+    def __init__(self, trace: Trace, cache_policy: str, states: KeptStates | None = None) -> None:
         self._trace = trace
+        self._states = states
+        self._num_pages = list_pages(trace, states).num_unique_blocks
         self._cache_policy = cache_policy
         self._known: dict[tuple[int, ...], _Replayed] = {}
 
@@ -150,7 +196,7 @@ class UntimedEvaluator:
         host = mix.host_model(self._cache_policy)
         if host is None:
             return MixOutcome(0.0, {}, {})
-        largest = ROOM * max(1, self._trace.num_unique_blocks)  # more capacity changes nothing
+        largest = ROOM * max(1, self._num_pages)  # more capacity changes nothing
         capacities = tuple(min(share.num_blocks, largest) for share in mix.shares)
         if capacities not in self._known:
             self._known[capacities] = self._replay(host, on_request)
@@ -162,11 +208,11 @@ class UntimedEvaluator:
         )
 
     def _replay(self, host: HostModel, on_request: Callable[[], object] | None) -> "_Replayed":
-        if not host.tiers:
+        if not host.tiers and self._states is None:
             cache = HostCache(host.num_blocks, self._cache_policy)
             return _Replayed(replay_host(self._trace, cache, on_request).hit_ratio, (), ())
         tiers = tuple(replace(tier, speed=NO_TIME) for tier in host.tiers)
-        chain = replay_chain(self._trace, replace(host, tiers=tiers), on_request)
+        chain = replay_chain(self._trace, replace(host, tiers=tiers), on_request, self._states)
         names = [tier.name for tier in tiers]
         return _Replayed(
             chain.hit_ratio,
@@ -208,7 +254,7 @@ class ScreeningEvaluator:
 
     def __init__(self, timed: TimedEvaluator, hit_ratio: float, device_hit_ratio: float) -> None:
         self._timed = timed
-        self._timeless = UntimedEvaluator(timed.trace, timed.cache_policy)
+        self._timeless = UntimedEvaluator(timed.trace, timed.cache_policy, timed.engine.states)
         self._hit_ratio = hit_ratio
         self._device_hit_ratio = device_hit_ratio
         trace = timed.trace
@@ -233,7 +279,10 @@ class _Replayed:
 
 
 def replay_chain(
-    trace: Trace, host: HostModel, on_request: Callable[[], object] | None = None
+    trace: Trace,
+    host: HostModel,
+    on_request: Callable[[], object] | None = None,
+    states: KeptStates | None = None,
 ) -> ChainReplay:
     """Replay ``trace`` through ``host`` and its tiers by the rules above.
 
@@ -241,12 +290,14 @@ def replay_chain(
         trace: the requests.
         host: host memory and the chain behind it; give the tiers the speed NO_TIME.
         on_request: called after each request, for a progress bar.
+        states: which recurrent states the engine keeps; None: its model has none.
     """
-    chain = _Chain(trace, host)
+    chain = _Chain(trace, host, states)
     block_keys, clients = BlockKeys(), Clients(host.client_hints, trace, host.hint_noise)
     for number, request in enumerate(trace.requests):
         context = ReqContext(str(number), clients.hints_of(request, number))
-        chain.serve(block_keys.of(request.hash_ids), context, request.arrival_s)
+        served = make_request(number, request, trace.block_tokens)
+        chain.serve(block_keys.of(request.hash_ids), context, served)
         if on_request is not None:
             on_request()
     named = list(zip([model.name for model in host.tiers], chain.spec.tiers, strict=True))
@@ -255,6 +306,7 @@ def replay_chain(
         trace.num_unique_blocks,
         chain.num_hits,
         chain.num_host_hits,
+        int(chain.spec.get_manager().primary.stats()["primary.stored"]),
         {name: tier.num_written_blocks for name, tier in named},
         {name: tier.num_read_blocks for name, tier in named},
     )

@@ -106,8 +106,17 @@ class ModelShape:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of a stored token, kept states included. kvtier stores each layer's part, also of a window layer."""
-        attention = sum(group.num_layers * group.bytes_per_token for group in self.layers)
-        return attention + (self.states.bytes_per_token if self.states else 0)
+        return self.attention_bytes_per_token + (self.states.bytes_per_token if self.states else 0)
+
+    @property
+    def attention_bytes_per_token(self) -> int:
+        """Bytes of a stored token's keys and values, kept states left out."""
+        return sum(group.num_layers * group.bytes_per_token for group in self.layers)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of all layers after one token; 0 without any."""
+        return self.states.bytes_kept if self.states else 0
 
     def with_state_interval(self, num_tokens: int) -> "ModelShape":
         """Return the same model with a state kept each so many tokens. Pure.

@@ -5,7 +5,7 @@ Every shown result of a mix is from a simulation on simulated time.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvtier.cost_model import LinkRate, PrefillRate, break_even_tokens, compute_s, load_s
@@ -17,6 +17,7 @@ from kvtier.planning.prices import GB, HOST, SECONDS_PER_MONTH, Medium, PriceLis
 from kvtier.planning.tier_mix import Goal, Mix, MixOutcome
 from kvtier.planning.working_set import ReuseGaps, WorkingSet, measure_reuse_gaps, measure_working_sets
 from kvtier.sim.model import EngineModel
+from kvtier.sim.states import list_pages
 from kvtier.sim.trace import Trace
 
 EXAMPLE_TOKENS = 8192
@@ -31,7 +32,7 @@ class PlanRequest:
     """The inputs of a plan.
 
     Attributes:
-        trace: the traffic.
+        trace: the traffic, in the engine's blocks.
         shape: the model's keys and values.
         engine: the engine that serves the traffic.
         prices: prices of the media.
@@ -97,7 +98,7 @@ class Plan:
 
     Attributes:
         bytes_per_token: bytes of a token's keys and values.
-        unique_bytes: bytes of all distinct blocks of the trace.
+        unique_bytes: bytes of all distinct blocks of the trace, and of all kept states.
         working_sets: blocks in use within windows.
         reuse_gaps: times between two uses of a block.
         curve: hits of host memory alone.
@@ -136,13 +137,16 @@ def make_plan(request: PlanRequest, begin: Progress | None = None) -> Plan:
         UnknownNameError: the policy does not exist.
     """
     begin = begin or _ignore_progress
-    trace, goal = request.trace, request.goal
-    curve = draw_curve(trace, request.cache_policy, on_request=begin("hits against capacity"))
+    goal, states = request.goal, request.engine.states
+    curve = draw_curve(
+        request.trace, request.cache_policy, on_request=begin("hits against capacity"), states=states
+    )
+    pages = list_pages(request.trace, states)
     measured = Plan(
-        bytes_per_token=request.shape.bytes_per_token,
-        unique_bytes=trace.num_unique_blocks * request.engine.block_bytes,
-        working_sets=measure_working_sets(trace),
-        reuse_gaps=measure_reuse_gaps(trace),
+        bytes_per_token=request.shape.attention_bytes_per_token,
+        unique_bytes=pages.num_unique_blocks * request.engine.block_bytes,
+        working_sets=measure_working_sets(pages),
+        reuse_gaps=measure_reuse_gaps(pages),
         curve=curve,
         break_evens=list_break_evens(request),
     )
@@ -156,10 +160,15 @@ def list_break_evens(request: PlanRequest) -> tuple[BreakEven, ...]:
 
 
 def links_of(medium: Medium, request: PlanRequest) -> list[LinkRate]:
-    """Return the links between a medium and the device: its own, and that of host memory. Pure."""
+    """Return the links between a medium and the device: its own, and that of host memory. Pure.
+
+    Each load brings one recurrent state, where the model keeps any: its time is part of a link's latency.
+    """
     host = request.host.medium
     device_link = LinkRate(host.read_gb_s * GB, host.latency_ms / 1000)
-    return [*([] if medium.name == HOST else [medium.read_rate(request.engine.block_bytes)]), device_link]
+    links = [*([] if medium.name == HOST else [medium.read_rate(request.engine.block_bytes)]), device_link]
+    num_bytes = request.shape.state_bytes
+    return [replace(one, latency_s=one.latency_s + num_bytes / one.bytes_per_s) for one in links]
 
 
 def prefill_rate_of(request: PlanRequest) -> PrefillRate:
@@ -184,7 +193,7 @@ def format_bytes(num_bytes: float) -> str:
 
 def _break_even(medium: Medium, request: PlanRequest) -> BreakEven:
     rate, links = prefill_rate_of(request), links_of(medium, request)
-    bytes_per_token = request.shape.bytes_per_token
+    bytes_per_token = max(1, request.shape.attention_bytes_per_token)  # of states alone, none
     return BreakEven(
         medium.name,
         break_even_tokens(bytes_per_token, links, rate),

@@ -3,13 +3,18 @@
 A state has a device block of its own, as in vLLM: one for the running state of a request, which each token overwrites,
 and one for each state that is kept. The latter are found by others under a name of their own, and are freed, and stay
 cached, as soon as a later one is computed.
+
+A page holds the keys and values of a block, or a state. ``merge_into_pages`` makes the blocks of a trace as long as
+that asks for; ``list_pages`` says which pages its requests use.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvtier.engines.common.block_pool import DeviceBlockPool
 from kvtier.sim.model import EngineModel, KeptStates
-from kvtier.sim.request import NO_BLOCK, SimulatedRequest
+from kvtier.sim.request import NO_BLOCK, SimulatedRequest, make_request
+from kvtier.sim.trace import Trace, TraceRequest, make_trace, merge_blocks
 
 STATE_GROUP = 1
 """Index of the KV group of the states; keys and values are group 0."""
@@ -121,3 +126,48 @@ def list_kept_blocks(request: SimulatedRequest, kept: KeptStates, block_tokens: 
 def name_state(block_hash: bytes) -> bytes:
     """Return the name of the state after a block in the device's prefix cache. Pure."""
     return block_hash + b"state"
+
+
+def merge_into_pages(
+    trace: Trace, kv_bytes_per_token: int, state_bytes: int, interval_tokens: int | None = None
+) -> Trace:
+    """Return ``trace`` in blocks whose keys and values are at least as long as a state, as vLLM makes them. Pure.
+
+    They are as short as that allows, and divide an interval where one is given. An interval whose keys and values are
+    shorter than a state is one block, as in the transformers engine. One that is no multiple of the trace's blocks
+    changes nothing: ``EngineModel`` refuses it.
+
+    Args:
+        trace: the requests.
+        kv_bytes_per_token: bytes of a token's keys and values, all layers together.
+        state_bytes: bytes of a state, all layers together.
+        interval_tokens: tokens between kept states; None: a state after each block.
+    """
+    num_blocks = max(1, -(-state_bytes // (kv_bytes_per_token * trace.block_tokens)))
+    if interval_tokens is not None:
+        num_in_interval, rest = divmod(interval_tokens, trace.block_tokens)
+        if rest or num_in_interval < 1:
+            return trace
+        fitting = (size for size in range(num_blocks, num_in_interval) if num_in_interval % size == 0)
+        num_blocks = next(fitting, num_in_interval)
+    return merge_blocks(trace, num_blocks)
+
+
+def list_pages(trace: Trace, kept: KeptStates | None) -> Trace:
+    """Return ``trace`` with an id for each page: those of its blocks, and those of the states that are kept. Pure.
+
+    A state has the negative id of the block that it comes after, less one, and stands behind it.
+    """
+    if kept is None:
+        return trace
+
+    def pages_of(number: int, request: TraceRequest) -> TraceRequest:
+        ends = set(
+            list_kept_blocks(make_request(number, request, trace.block_tokens), kept, trace.block_tokens)
+        )
+        pages: list[int] = []
+        for block, hash_id in enumerate(request.hash_ids):
+            pages += [hash_id, -1 - hash_id] if block in ends else [hash_id]
+        return replace(request, hash_ids=tuple(pages))
+
+    return make_trace((pages_of(*one) for one in enumerate(trace.requests)), trace.block_tokens)

@@ -5,10 +5,11 @@ prefix, so an id suffices to make a key.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtier.base import OffloadKey, make_offload_key
 from kvtier.connector.common import StopReason as StopReason
+from kvtier.errors import ConfigError
 
 ID_BYTES = 8
 
@@ -79,3 +80,25 @@ def make_trace(requests: Iterable[TraceRequest], block_tokens: int) -> Trace:
     num_accesses = sum(len(request.hash_ids) for request in ordered)
     unique = {hash_id for request in ordered for hash_id in request.hash_ids}
     return Trace(ordered, block_tokens, num_accesses, len(unique))
+
+
+def merge_blocks(trace: Trace, num_blocks: int) -> Trace:
+    """Return ``trace`` with so many of its blocks in one; partial blocks are left out. Pure.
+
+    An id names a block with everything before it, so that of a longer block is that of its last part.
+
+    Raises:
+        ConfigError: ``num_blocks`` is below one.
+    """
+    if num_blocks < 1:
+        raise ConfigError("num_blocks", num_blocks, "must be at least 1")
+    if num_blocks == 1:
+        return trace
+    block_tokens = num_blocks * trace.block_tokens
+    merged = (
+        replace(
+            one, hash_ids=one.hash_ids[num_blocks - 1 :: num_blocks][: one.num_prompt_tokens // block_tokens]
+        )
+        for one in trace.requests
+    )
+    return make_trace(merged, block_tokens)

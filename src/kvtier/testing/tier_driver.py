@@ -32,9 +32,14 @@ def make_rows(num_rows: int = NUM_ROWS, row_bytes: int = ROW_BYTES) -> memoryvie
     return raw[start : start + num_rows * row_bytes].reshape(num_rows, row_bytes).data
 
 
+FIRST_STATE = 2**200
+"""Numbers from here on are recurrent states: blocks of KV group 1."""
+
+
 def key_of(number: int) -> OffloadKey:
     """Return the key of block ``number``."""
-    return make_offload_key(number.to_bytes(32, "big"), 0)
+    group_idx, block = divmod(number, FIRST_STATE)
+    return make_offload_key(block.to_bytes(32, "big"), group_idx)
 
 
 def content_of(number: int, row_bytes: int = ROW_BYTES) -> np.ndarray[tuple[int], np.dtype[np.int8]]:

@@ -9,10 +9,17 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.base import BlockIDsLoadStoreSpec, OffloadKey, ReqContext
+from kvtier.base import (
+    BlockIDsLoadStoreSpec,
+    OffloadKey,
+    ReqContext,
+    get_offload_block_hash,
+    get_offload_group_idx,
+)
 from kvtier.locations import LocatedRun
 from kvtier.tenants import Tenants
 from kvtier.testing.clock import ManualClock
+from kvtier.testing.tier_driver import FIRST_STATE
 from kvtier.testing.tier_suite import content_of, key_of, make_rows
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.manager import (
@@ -239,4 +246,4 @@ class TieringDriver:
 
 def number_of(key: OffloadKey) -> int:
     """Return the number that ``key_of`` made ``key`` from. Pure."""
-    return int.from_bytes(key[:-4], "big")
+    return get_offload_group_idx(key) * FIRST_STATE + int.from_bytes(get_offload_block_hash(key), "big")

@@ -7,8 +7,10 @@ Source: vLLM's ``kv_offload/worker``, pull request 37874.
 """
 
 import logging
+from collections.abc import Mapping
 
 from kvtier.base import (
+    JoiningHandler,
     LayerwiseHandler,
     LoadStoreSpec,
     OffloadingHandler,
@@ -20,6 +22,7 @@ from kvtier.base import (
 from kvtier.errors import DuplicateNameError
 
 __all__ = [
+    "JoiningHandler",
     "LayerwiseHandler",
     "OffloadingHandler",
     "OffloadingWorker",
@@ -65,6 +68,31 @@ class OffloadingWorker:
         except Exception:  # a foreign handler may raise anything; its job fails, the engine goes on
             logger.exception("job %d: the handler for %s to %s failed to start it", job_id, *_media(spec))
             return False
+
+    def transfer_joined(self, jobs: Mapping[TransferJobId, TransferSpec]) -> set[TransferJobId]:
+        """Start transfers, with few calls where their handler can join them.
+
+        Returns:
+            Those that a handler took; the others are never reported by get_finished.
+        """
+        by_media: dict[TransferType, dict[TransferJobId, TransferSpec]] = {}
+        for job_id, spec in jobs.items():
+            by_media.setdefault(_media(spec), {})[job_id] = spec
+        started: set[TransferJobId] = set()
+        for media, of_media in by_media.items():
+            handler = self._handlers.get(media)
+            if len(of_media) == 1 or not isinstance(handler, JoiningHandler):
+                started.update(
+                    job_id for job_id, spec in of_media.items() if self.transfer_async(job_id, spec)
+                )
+                continue
+            try:
+                started |= handler.transfer_joined(of_media)
+            except Exception:  # a foreign handler may raise anything; its jobs fail, the engine goes on
+                logger.exception(
+                    "jobs %s: the handler for %s to %s failed to start them", list(of_media), *media
+                )
+        return started
 
     def num_refs(self, transfer_type: TransferType) -> int:
         """Return how many refs transfers between these media copy one after the other; 0 when they do not."""

@@ -314,3 +314,50 @@ def test_a_copy_of_the_prices_that_come_with_kvtier_is_taken(
     given = capsys.readouterr().out
     assert run(trace, config) == 0
     assert capsys.readouterr().out == given
+
+
+@pytest.mark.parametrize("more", [(), ("--state-interval", "1024")], ids=["each block", "an interval"])
+def test_what_is_planned_with_states_is_what_the_simulator_finds(
+    trace: Path, tmp_path: Path, prices: Path, more: tuple[str, ...]
+) -> None:
+    model = ["--kv-bytes-per-token", "256", "--state-bytes", "96KiB", *more]
+    engine = ["--device", "1536KiB", "--prefill", "100000"]
+    planned, served = tmp_path / "plan.json", tmp_path / "simulate.json"
+
+    goal = ["--prices", str(prices), "--hit-ratio", "0.3", "--max-tiers", "0"]
+    status = main(["plan", str(trace), *model, *engine, *goal, "--json", str(planned)])
+
+    plan = json.loads(planned.read_text())
+    assert status == 0, plan["verdict"]
+    assert any("a state of 98,304 bytes" in line for line in plan["assumptions"])
+    shown = plan["shown"][0]
+    num_bytes = shown["candidate"]["bill"]["media"][0]["used_bytes"]
+    assert (
+        main(["simulate", str(trace), *model, *engine, "--host", str(num_bytes), "--json", str(served)]) == 0
+    )
+    total = json.loads(served.read_text())["results"]["lru"]["total"]
+    hits = sum(total["hit_tokens"].values()) / total["num_prompt_tokens"]
+    assert shown["timed"]["hit_ratio"] == pytest.approx(hits)
+    assert 0.3 <= hits < 0.9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--kv-bytes-per-token", "256", "--state-interval", "512"],
+            "--state-interval=512: is for models with",
+        ),
+        (["--model", "Qwen3-Next-80B-A3B", "--state-bytes", "1MiB"], "--state-bytes='1MiB': the model's"),
+        (
+            ["--kv-bytes-per-token", "256", "--state-bytes", "1MiB", "--state-interval", "700"],
+            "--state-interval=700: must be a multiple of a block",
+        ),
+    ],
+)
+def test_states_that_do_not_fit_the_model_or_the_trace_are_refused(
+    trace: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["plan", str(trace), *arguments]) == 2
+
+    assert message in " ".join(capsys.readouterr().err.split())

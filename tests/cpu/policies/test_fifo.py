@@ -2,11 +2,8 @@
 
 from typing import ClassVar
 
-import pytest
-
 from kvtier.cpu.policies.base import BlockStatus
 from kvtier.cpu.policies.fifo import FIFOCachePolicy
-from kvtier.errors import InvariantError
 from kvtier.testing.policy_suite import PolicySuite, evicted_keys, insert_ready, key_of
 
 KEYS = [key_of(number) for number in range(12)]
@@ -46,15 +43,3 @@ def test_busy_blocks_at_the_front_go_to_the_end_and_are_not_met_again() -> None:
     policy.blocks[KEYS[0]].ref_cnt = 1
     assert evicted_keys(policy, 1, {KEYS[1]}) == [KEYS[2]]
     assert list(policy.blocks) == [KEYS[3], KEYS[4], KEYS[5], KEYS[0], KEYS[1]]
-
-
-def test_an_eviction_that_fails_moves_nothing() -> None:
-    policy = make_policy(4)
-    assert policy.evict(4, {KEYS[0]}) is None
-    assert list(policy.blocks) == KEYS[:4]
-
-
-def test_check_names_a_block_that_only_one_side_holds() -> None:
-    policy = make_policy(1)
-    with pytest.raises(InvariantError, match="held only by the policy"):
-        policy.check({})

@@ -102,12 +102,6 @@ def test_busy_blocks_are_renewed_in_their_queue() -> None:
     assert (levels(policy), policy.uses[KEYS[0]]) == ({0: [0, 1], 1: [3]}, 1)
 
 
-def test_an_eviction_that_fails_moves_nothing() -> None:
-    policy = make_policy(1, 1, 2)
-    assert policy.evict(3, {KEYS[0]}) is None
-    assert levels(policy) == {0: [0, 1], 1: [2]}
-
-
 def test_a_failed_store_of_a_ghost_leaves_no_trace() -> None:
     policy = make_policy(3)
     evicted_keys(policy, 1)

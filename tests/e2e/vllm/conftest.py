@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from tempfile import TemporaryDirectory
 
 import pytest
-from tests.e2e.vllm.answers import Answer
+from tests.e2e.vllm.answers import Answer, assert_same
 from tests.e2e.vllm.engine_host import WHOLE_PROMPTS, EngineOptions
 from tests.e2e.vllm.engine_process import EngineProcess
 from tests.e2e.vllm.prompts import GREEDY, SEEDED, make_cycle
+from tests.e2e.vllm.recurrent import GREEDY as SHORT_GREEDY
+from tests.e2e.vllm.recurrent import PROMPTS, options_with
 
 NUM_PROMPTS = 12
 """Prompts of the longest cycle: more than the largest pool of these tests holds."""
@@ -78,3 +80,13 @@ def llama_controls(llama: str) -> Controls:
 def gemma_controls(gemma: str) -> Controls:
     """Return the answers of the Gemma-3 without kvtier."""
     return Controls(gemma)
+
+
+@pytest.fixture(scope="session")
+def recurrent_controls(qwen3_next: str) -> list[Answer]:
+    """Return the answers of the Qwen3-Next without kvtier, one request at a time, nothing cached."""
+    with EngineProcess(options_with(qwen3_next, None)) as engine:
+        answers: list[Answer] = engine.call("generate_in_turn", PROMPTS, SHORT_GREEDY)
+        engine.call("forget_device")
+        assert_same(engine.call("generate", PROMPTS, SHORT_GREEDY), answers)
+        return answers

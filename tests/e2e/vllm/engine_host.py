@@ -5,6 +5,7 @@ The engine core lives in the same process, so that a test can step it and check 
 
 import importlib
 import os
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -105,10 +106,11 @@ class EngineHost:
     """One ``LLM`` whose engine core can be stepped by hand."""
 
     def __init__(self, options: EngineOptions) -> None:
-        from tests.e2e.vllm.failing_tier import register
+        from tests.e2e.vllm import failing_tier, throttled_tier
         from vllm import LLM
 
-        register()
+        failing_tier.register()
+        throttled_tier.register()
         if options.is_asynchronous:
             schedule_asynchronously()
         transfer_config = None
@@ -153,6 +155,21 @@ class EngineHost:
     def generate_in_turn(self, prompts: Sequence[Sequence[int]], sampling: dict[str, Any]) -> list[Answer]:
         """Answer one prompt after the other."""
         return [answer for prompt in prompts for answer in self.generate([prompt], sampling)]
+
+    def time_alone(self, prompt: Sequence[int], sampling: dict[str, Any]) -> tuple[float, Answer]:
+        """Answer one prompt of which the device holds nothing; return the seconds that took, and the answer."""
+        assert self.forget_device()
+        began_s = time.monotonic()
+        (answer,) = self.generate([prompt], sampling)
+        took_s = time.monotonic() - began_s
+        self.settle()
+        return took_s, answer
+
+    def set_disk_rate(self, bytes_per_s: float) -> None:
+        """Let the disk of throttled tiers deliver at another rate from now on."""
+        from tests.e2e.vllm.throttled_tier import DISK
+
+        DISK.set_rate(bytes_per_s)
 
     def settle(self) -> None:
         """Step an engine without requests until its stores have ended and the tiers are done."""
@@ -227,6 +244,10 @@ class EngineHost:
         layout = self._scheduler_half.layouts[group]
         last_hash = (token // layout.block_tokens + 1) * layout.hashes_per_block - 1
         return make_offload_key(request.block_hashes[last_hash], group)
+
+    def state_groups(self) -> dict[int, int]:
+        """Return the KV groups that keep a recurrent state, with the tokens of their blocks."""
+        return {one.idx: one.block_tokens for one in self._scheduler_half.layouts if one.is_state}
 
     def _slot_of(self, prompt: Sequence[int], group: int, token: int) -> int:
         key, context = self.key_of(prompt, group, token), ReqContext("test")

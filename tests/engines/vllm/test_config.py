@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -130,6 +131,15 @@ def test_a_cache_mode_of_states_that_cannot_be_served_is_refused_before_the_grou
     object.__setattr__(config.cache_config, "mamba_cache_mode", "all")
 
     with pytest.raises(ConfigError, match=r"mamba_cache_mode='all'.*--mamba-cache-mode align"):
+        check_supported(config)
+
+
+def test_drafts_are_refused_with_recurrent_states_before_the_groups_are_known(config: VllmConfig) -> None:
+    object.__setattr__(config, "speculative_config", SimpleNamespace(method="ngram"))
+    check_supported(config)
+    object.__setattr__(config.cache_config, "mamba_cache_mode", "align")
+
+    with pytest.raises(ConfigError, match=r"speculative_config='ngram'.*recurrent states.*without kvtier"):
         check_supported(config)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-import xxhash
+from tests.tiering.forged_blocks import AnyOpener, forge_header
 from tests.tiering.fs.conftest import StartTier
 
 from kvtier.base import OffloadKey
@@ -19,20 +19,11 @@ from kvtier.testing.damage import flip_bit_in_files
 from kvtier.testing.place_suite import MODELS, PlaceSuite, name_of
 from kvtier.testing.tier_suite import ROW_BYTES
 from kvtier.tiering.base import SecondaryTierManager
-from kvtier.tiering.fs import FSTier, file_check
+from kvtier.tiering.fs import FSTier
 from kvtier.tiering.fs.place import FSPlace, open_fs_place, probe_fs_place
 from kvtier.tiering.fs.shared_usage import unpack_record
-from kvtier.tiering.kit.envelope import (
-    ENVELOPE_BYTES,
-    HEADER_PAGE_BYTES,
-    Buffer,
-    EncryptedFields,
-    Envelope,
-    HeaderCheck,
-    join_encrypted_header,
-    make_header,
-    unpack,
-)
+from kvtier.tiering.kit import block_pieces
+from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
 from kvtier.tiering.kit.place import Amount, BlockState
 
 BLOCK_BYTES = HEADER_PAGE_BYTES + ROW_BYTES
@@ -132,46 +123,19 @@ def test_a_file_of_holes_that_is_longer_than_memory_is_damaged_and_not_read(
     assert place.check(block) is BlockState.DAMAGED
 
 
-def forge_header(path: str, num_bytes: int, *, is_encrypted: bool) -> None:
-    """Make a block's file as long as a header says that is right but for the payload's checksum."""
-    with Path(path).open("r+b") as file:
-        found = unpack(file.read(ENVELOPE_BYTES))
-        assert isinstance(found, Envelope)
-        fields = EncryptedFields(found.namespace, found.key, 0, num_bytes, num_bytes, 7, bytes(16), 1, 0)
-        before, behind = fields.pack()
-        forged = join_encrypted_header(before, bytes(16), behind)
-        if not is_encrypted:
-            plain = bytearray(make_header(found.key, found.namespace, b""))
-            plain[66:82] = 2 * num_bytes.to_bytes(8, "little")
-            plain[-8:] = xxhash.xxh3_64_intdigest(plain[:-8]).to_bytes(8, "little")
-            forged = bytes(plain)
-        parsed = unpack(forged)
-        assert isinstance(parsed, Envelope)
-        assert parsed.stored_bytes == num_bytes
-        file.seek(0)
-        file.write(forged)
-        file.truncate(HEADER_PAGE_BYTES + num_bytes)
-
-
-class AnyOpener:
-    """Opens whatever it is given."""
-
-    def open(self, header: Buffer, payload: Buffer) -> HeaderCheck:
-        return HeaderCheck.OK
-
-    def key_of(self, namespace: bytes, name: bytes) -> OffloadKey:
-        return OffloadKey(name)
-
-
-@pytest.mark.parametrize("is_encrypted", [False, True], ids=["plain", "encrypted"])
+@pytest.mark.parametrize(
+    ("num_bytes", "is_encrypted"),
+    [(2**40 - 1, False), (2**40 - 1, True), (2**27, True)],
+    ids=["plain", "encrypted", "encrypted and short"],
+)
 def test_a_file_of_holes_whose_header_says_its_length_is_damaged_and_not_read(
-    root: Path, start_tier: StartTier, monkeypatch: pytest.MonkeyPatch, *, is_encrypted: bool
+    root: Path, start_tier: StartTier, monkeypatch: pytest.MonkeyPatch, num_bytes: int, *, is_encrypted: bool
 ) -> None:
     start_tier().store([1])
     place = open_fs_place({"root_dir": str(root)})
     place.unlock(AnyOpener())
     (block,) = place.blocks()
-    forge_header(block.address, 2**40 - 1, is_encrypted=is_encrypted)
+    forge_header(block.address, HEADER_PAGE_BYTES, num_bytes, is_encrypted=is_encrypted)
     real_pread, num_read = os.pread, 0
 
     def pread(fd: int, num_bytes: int, offset: int) -> bytes:
@@ -199,7 +163,7 @@ def test_a_long_block_is_read_by_pieces(
         return real_pread(fd, num_bytes, offset)
 
     monkeypatch.setattr(os, "pread", pread)
-    monkeypatch.setattr(file_check, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(block_pieces, "PIECE_BYTES", 1000)
     assert place.check(block) is BlockState.WHOLE
     assert longest == HEADER_PAGE_BYTES
     with Path(block.address).open("r+b") as file:
@@ -217,7 +181,17 @@ def test_a_long_block_is_read_by_pieces(
 def test_only_long_files_of_holes_are_hollow(
     num_bytes: int, num_disk_blocks: int, *, is_hollow: bool
 ) -> None:
-    assert file_check.is_hollow(num_bytes, num_disk_blocks) is is_hollow
+    assert block_pieces.is_hollow(num_bytes, num_disk_blocks) is is_hollow
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "num_disk_blocks", "is_hollow"),
+    [(2**26, 0, False), (2**26 + 1, 8, True), (2**28, 2**26 // 512, True), (2**28, 2**27 // 512, False)],
+)
+def test_of_an_encrypted_block_half_must_be_on_the_disk(
+    num_bytes: int, num_disk_blocks: int, *, is_hollow: bool
+) -> None:
+    assert block_pieces.is_hollow(num_bytes, num_disk_blocks, is_encrypted=True) is is_hollow
 
 
 def test_nothing_is_removed_behind_a_link_in_place_of_a_folder(

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from tests.tiering.obj.conftest import Bucket, StartTier, s3_options
+from tests.tiering.forged_blocks import AnyOpener, forge_header
+from tests.tiering.obj.conftest import Bucket, StartTier, s3_options, tiers_of
 from tests.tiering.obj.server import S3Server
 
 from kvtier.base import OffloadKey
@@ -13,8 +14,12 @@ from kvtier.errors import ConfigError, TierError
 from kvtier.testing.damage import flip_bit, flip_bit_in_files
 from kvtier.testing.place_suite import PlaceSuite
 from kvtier.tiering.base import SecondaryTierManager
-from kvtier.tiering.kit.place import Amount, BlockState
+from kvtier.tiering.kit import block_pieces
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
+from kvtier.tiering.kit.place import Amount, BlockState, Place, PlaceBlock
 from kvtier.tiering.obj import ObjTier
+from kvtier.tiering.obj import place as obj_place
+from kvtier.tiering.obj.client import Client
 from kvtier.tiering.obj.place import open_obj_place, probe_obj_place
 
 
@@ -81,6 +86,87 @@ def test_a_damaged_block_in_a_shared_object_is_found_there(
     assert found == states | {group: BlockState.DAMAGED}
     bucket.write(group, body[:-1])
     assert {block.address: place.check(block) for block in place.blocks()} == found
+
+
+def test_a_long_shared_object_is_read_by_pieces(
+    server: S3Server,
+    prefix: str,
+    bucket: Bucket,
+    start_tier: StartTier,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start_tier(blocks_per_object=4, num_threads=1).store([1, 2, 3])
+    monkeypatch.setattr(obj_place, "MAX_WHOLE_BYTES", 500)
+    monkeypatch.setattr(block_pieces, "PIECE_BYTES", 300)
+    place = open_obj_place(s3_options(server, prefix))
+    (group,) = bucket.names(".kvg")
+    (block,) = (one for one in place.blocks() if one.address == group)
+    assert place.check(block) is BlockState.WHOLE
+    body = bucket.read(group)
+    for damaged in (
+        body[:-1] + bytes([body[-1] ^ 1]),
+        body[:-1],
+        body + b"more",
+        body[:600] + b"?" + body[601:],
+    ):
+        bucket.write(group, damaged)
+        assert place.check(block) is BlockState.DAMAGED
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> tuple[Place, PlaceBlock]:
+    """A block in a directory."""
+    (tmp_path / "store").mkdir()
+    options: dict[str, object] = {"url": f"file://{tmp_path}/store"}
+    with tiers_of(options) as start:
+        start().store([1])
+    place = open_obj_place(options)
+    place.unlock(AnyOpener())
+    (block,) = place.blocks()
+    return place, block
+
+
+def test_a_long_object_is_read_by_pieces(
+    stored: tuple[Place, PlaceBlock], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, block = stored
+    monkeypatch.setattr(obj_place, "MAX_WHOLE_BYTES", 500)
+    monkeypatch.setattr(block_pieces, "PIECE_BYTES", 300)
+    assert place.check(block) is BlockState.WHOLE
+    path = tmp_path / "store" / block.address
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert place.check(block) is BlockState.DAMAGED
+    path.write_bytes(whole[:-1])
+    assert place.check(block) is BlockState.DAMAGED
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "is_encrypted"),
+    [(2**40 - 1, False), (2**40 - 1, True), (2**27, True)],
+    ids=["plain", "encrypted", "encrypted and short"],
+)
+def test_a_file_of_holes_whose_header_says_its_length_is_damaged_and_not_read(
+    stored: tuple[Place, PlaceBlock],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_bytes: int,
+    *,
+    is_encrypted: bool,
+) -> None:
+    place, block = stored
+    path = tmp_path / "store" / block.address
+    forge_header(str(path), ENVELOPE_BYTES, num_bytes, is_encrypted=is_encrypted)
+    real_get, num_read = Client.get_range, 0
+
+    def get_range(client: Client, path: str, start: int, length: int) -> memoryview | None:
+        nonlocal num_read
+        num_read += length
+        assert num_read <= 2 * ENVELOPE_BYTES, "the file is read"
+        return real_get(client, path, start, length)
+
+    monkeypatch.setattr(Client, "get_range", get_range)
+    assert place.check(block) is BlockState.DAMAGED
 
 
 def test_other_objects_below_the_prefix_are_counted_and_stay(

@@ -61,6 +61,28 @@ def test_a_living_owner_is_named(path: Path, start_tier: StartTier) -> None:
     place.close()
 
 
+def test_a_slot_of_holes_that_a_forged_first_page_makes_longer_than_memory_is_not_read(
+    path: Path, start_tier: StartTier
+) -> None:
+    driver = start_tier()
+    driver.store([1])
+    end(driver)
+    (block,) = open_slab_place({"path": str(path)}).blocks()
+    geometry = SlabGeometry(2**42, 1)
+    page = pack_superblock(geometry)
+    slot = path.read_bytes()[offset_of(block.stamp[0]) :][:SLOT_BYTES]
+    with path.open("r+b") as file:
+        file.write(page)
+        file.seek(geometry.offset_of(0))
+        file.write(slot)
+        file.truncate(geometry.offset_of(0) + geometry.slot_bytes)
+        file.seek(-len(page), os.SEEK_END)
+        file.write(page)
+    place = open_slab_place({"path": str(path)})
+    (forged,) = place.blocks()
+    assert place.check(forged) is BlockState.DAMAGED
+
+
 def tear(path: Path, slot: int) -> None:
     """Change the last byte of a slot, as if its payload were not all written."""
     with path.open("r+b") as file:

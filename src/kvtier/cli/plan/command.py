@@ -25,7 +25,7 @@ from kvtier.cli.plan.options import (
 from kvtier.cli.plan.page import make_page
 from kvtier.cli.plan.run import PlanRun
 from kvtier.cli.plan.tables import print_plan
-from kvtier.cli.simulate.options import Device, HTMLFile, JSONFile, Prefill
+from kvtier.cli.simulate.options import Device, HTMLFile, JSONFile, Prefill, StateBytes, StateInterval
 from kvtier.cli.traces import choose_memory, open_trace
 from kvtier.planning.plan import Plan, PlanRequest, make_plan
 from kvtier.planning.prices import read_prices
@@ -57,6 +57,8 @@ def plan(
     kv_bytes: Annotated[
         str | None, typer.Option("--kv-bytes-per-token", help="Or: size of a token's keys and values.")
     ] = None,
+    state_bytes: StateBytes = None,
+    state_interval: StateInterval = None,
     hit_ratio: Annotated[float | None, typer.Option(help="Goal: share of blocks found, such as 0.3.")] = None,
     ttft_p90: Annotated[str | None, typer.Option(help="Goal: 90th percentile of TTFT, such as 2s.")] = None,
     prices: Annotated[Path | None, typer.Option(help="Your prices; see docs/guide/plan.md.")] = None,
@@ -84,7 +86,8 @@ def plan(
         ConfigError: a value is not valid.
         TraceError: the trace cannot be read.
     """
-    described = ModelOptions(model, config, layers, kv_heads, head_size, dtype, kv_dtype, kv_bytes)
+    sizes = (kv_bytes, state_bytes, state_interval)
+    described = ModelOptions(model, config, layers, kv_heads, head_size, dtype, kv_dtype, *sizes)
     if example is not None and not described.is_given:
         described = replace(described, name=EXAMPLE_MODEL)
     wanted = SearchOptions(policy, hit_ratio, ttft_p90, media, max_tiers, host_max, show)

@@ -1,19 +1,21 @@
 """The options of ``kvtier plan``, turned into a ``PlanRequest``."""
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from kvtier.cli.option_names import naming_options
-from kvtier.cli.simulate.options import TIME_UNITS_S, make_engine, require_policy
+from kvtier.cli.simulate.options import TIME_UNITS_S, make_engine, page_trace, require_policy
 from kvtier.errors import ConfigError
 from kvtier.planning.known_models import find_model
 from kvtier.planning.model_shape import ModelShape, read_shape, shape_of_bytes, shape_of_dimensions
 from kvtier.planning.plan import PlanRequest
 from kvtier.planning.planner import Row, make_row
 from kvtier.planning.prices import HOST, Medium, PriceList
+from kvtier.planning.state_shape import StateLayers
 from kvtier.planning.tier_mix import Goal
 from kvtier.quantities import parse_bytes
+from kvtier.sim.states import list_pages
 from kvtier.sim.trace import Trace
 
 DEFAULT_DTYPE = "bfloat16"
@@ -35,6 +37,8 @@ class ModelOptions:
     dtype: str | None
     kv_dtype: str | None
     kv_bytes: str | None
+    state_bytes: str | None = None
+    state_interval: int | None = None
 
     @property
     def is_given(self) -> bool:
@@ -42,11 +46,22 @@ class ModelOptions:
         return any(getattr(self, each.name) is not None for each in fields(self))
 
     def shape(self) -> ModelShape:
-        """Return the size of the model's keys and values.
+        """Return the size of the model's keys and values, and of its states.
 
         Raises:
             ConfigError: the model is described in no way or in two, or a value is not valid.
         """
+        shape = self._read_shape()
+        if self.state_bytes is not None:
+            if shape.states is not None:
+                remedy = f"the model's configuration says {shape.state_bytes} bytes: leave it out"
+                raise ConfigError("--state-bytes", self.state_bytes, remedy)
+            num_bytes = parse_bytes("--state-bytes", self.state_bytes)
+            as_long = -(-num_bytes // max(1, shape.attention_bytes_per_token))
+            shape = replace(shape, states=StateLayers(1, num_bytes, as_long))
+        return shape if self.state_interval is None else shape.with_state_interval(self.state_interval)
+
+    def _read_shape(self) -> ModelShape:
         dimensions = {"--layers": self.layers, "--kv-heads": self.kv_heads, "--head-size": self.head_size}
         given = [option for option, value in dimensions.items() if value is not None]
         ways = [self.name is not None, self.config is not None, bool(given), self.kv_bytes is not None]
@@ -115,14 +130,21 @@ def make_plan_request(
         if value < 1:
             raise ConfigError(option, value, "must be at least 1")
     shape = model.shape()
+    kv_size = str(max(1, shape.attention_bytes_per_token))  # a model of states alone has pages of these
+    state_size = str(shape.state_bytes) if shape.states else None
+    interval = choose_interval(shape, model.state_interval, trace.block_tokens)
+    trace = page_trace(trace, kv_size, state_size, interval)
     engine = make_engine(
         trace,
         device=serving.device,
-        kv_size=str(shape.bytes_per_token),
+        kv_size=kv_size,
         max_running=serving.max_running,
         prefill=serving.prefill,
         decode=serving.decode,
+        state_size=state_size,
+        state_interval=interval,
     )
+    num_pages = list_pages(trace, engine.states).num_unique_blocks
     names = (
         None if wanted.media is None else [name.strip() for name in wanted.media.split(",") if name.strip()]
     )
@@ -130,7 +152,7 @@ def make_plan_request(
 
     def row(medium: Medium, max_bytes: int | None = None) -> Row:
         with naming_options({} if max_bytes is None else {f"capacity of {medium.name}": "--host-max"}):
-            return make_row(medium, trace.num_unique_blocks, engine.block_bytes, max_bytes)
+            return make_row(medium, num_pages, engine.block_bytes, max_bytes)
 
     return PlanRequest(
         trace,
@@ -145,6 +167,17 @@ def make_plan_request(
         serving.num_gpus,
         wanted.max_shown,
     )
+
+
+def choose_interval(shape: ModelShape, wanted: int | None, block_tokens: int) -> int | None:
+    """Return the tokens between kept states; None: a state after each block, which is as long as one. Pure.
+
+    A model without attention has no keys and values that say how long a block is: its own interval does, in whole
+    blocks of the trace.
+    """
+    if wanted is not None or shape.states is None or shape.attention_bytes_per_token:
+        return wanted
+    return -(-shape.states.interval_tokens // block_tokens) * block_tokens
 
 
 def make_goal(hit_ratio: float | None, ttft_p90: str | None) -> Goal | None:

@@ -125,7 +125,7 @@ def plot_working_sets(run: PlanRun) -> BarChart:
 def plot_loading(request: PlanRequest) -> LineChart:
     """Return the seconds to load a prefix from each medium and to compute it, by length. Pure."""
     lengths = tuple(map(float, LENGTHS))
-    rate, bytes_per_token = prefill_rate_of(request), request.shape.bytes_per_token
+    rate, bytes_per_token = prefill_rate_of(request), max(1, request.shape.attention_bytes_per_token)
     lines = [PlotLine("compute", 0, lengths, tuple(compute_s(0, length, rate) for length in LENGTHS))]
     media = [request.host.medium, *(row.medium for row in request.tiers)]
     for series, medium in enumerate(media, start=1):

@@ -72,7 +72,7 @@ def simulate(
     host_options = HostOptions(
         host_size, tier, tier_setting, policy, store_threshold, load_if, hints, hint_noise
     )
-    engine, base = make_machine(trace, engine_options, host_options)
+    trace, engine, base = make_machine(trace, engine_options, host_options)
     swept = parse_sweep(sweep, engine.block_bytes) if sweep else None
     with naming_options({"place to sweep": "--sweep"}):
         cases = plan_cases(engine, base, host_options.policies, swept)

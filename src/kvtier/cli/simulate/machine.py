@@ -5,6 +5,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from kvtier.cli.simulate import options
 from kvtier.cli.simulate.options import (
@@ -12,6 +13,7 @@ from kvtier.cli.simulate.options import (
     blocks_of,
     make_engine,
     make_host,
+    page_trace,
     parse_hints,
     parse_load_if,
     parse_tier,
@@ -53,7 +55,21 @@ class HostOptions:
         return split_names(self.policy)
 
 
-def make_machine(trace: Trace, engine: EngineOptions, host: HostOptions) -> tuple[EngineModel, HostModel]:
+class Machine(NamedTuple):
+    """What is simulated.
+
+    Attributes:
+        trace: the requests, in the engine's blocks.
+        engine: the engine.
+        host: its memory.
+    """
+
+    trace: Trace
+    engine: EngineModel
+    host: HostModel
+
+
+def make_machine(trace: Trace, engine: EngineOptions, host: HostOptions) -> Machine:
     """Return the engine and its memory, with the first of the policies.
 
     Raises:
@@ -61,6 +77,7 @@ def make_machine(trace: Trace, engine: EngineOptions, host: HostOptions) -> tupl
         UnknownNameError: a policy, tier or setting does not exist.
         NamedClassError: the class that a policy names cannot be used.
     """
+    trace = page_trace(trace, engine.kv_bytes, engine.state_bytes, engine.state_interval)
     model = make_engine(
         trace,
         device=engine.device,
@@ -76,4 +93,4 @@ def make_machine(trace: Trace, engine: EngineOptions, host: HostOptions) -> tupl
     num_blocks = blocks_of("--host", host.host, model.block_bytes)
     memory = make_host(host.policies, num_blocks, tiers, host.store_threshold, parse_load_if(host.load_if))
     client_hints, noise = parse_hints(host.hints, host.hint_noise)
-    return model, replace(memory, client_hints=client_hints, hint_noise=noise)
+    return Machine(trace, model, replace(memory, client_hints=client_hints, hint_noise=noise))

@@ -19,6 +19,7 @@ from kvtier.quantities import parse_bytes
 from kvtier.sim.clients import ClientHints, HintNoise, Honesty
 from kvtier.sim.link import LinkSpeed
 from kvtier.sim.model import EngineModel, HostModel, KeptStates, derive_prefill_rate
+from kvtier.sim.states import merge_into_pages
 from kvtier.sim.sweep import Size, Sweep
 from kvtier.sim.tier import TierModel
 from kvtier.sim.trace import Trace
@@ -244,6 +245,21 @@ def blocks_of(option: str, size: str, block_bytes: int) -> int:
             f"is smaller than a block of the trace ({block_bytes} bytes): give at least that much",
         )
     return num_blocks
+
+
+def page_trace(trace: Trace, kv_size: str, state_size: str | None, state_interval: int | None) -> Trace:
+    """Return ``trace`` in the blocks of an engine: its own, or as long as a state where the model keeps states.
+
+    Raises:
+        ConfigError: a size is not valid.
+    """
+    if state_size is None:
+        return trace
+    kv_bytes, state_bytes = (
+        parse_bytes("--kv-bytes-per-token", kv_size),
+        parse_bytes("--state-bytes", state_size),
+    )
+    return merge_into_pages(trace, kv_bytes, state_bytes, state_interval)
 
 
 def make_engine(

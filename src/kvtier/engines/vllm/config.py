@@ -120,6 +120,7 @@ def check_supported(vllm_config: VllmConfig) -> None:
         raise ConfigError("enable_prefix_caching", has_prefix_caching, f"{remedy}{cause}")
     check_rope(vllm_config.model_config)
     check_states(vllm_config.cache_config)
+    check_drafts(vllm_config)
 
 
 def check_states(cache_config: CacheConfig) -> None:
@@ -140,6 +141,23 @@ def check_states(cache_config: CacheConfig) -> None:
                 "must be false: the last tokens of a state are kept apart from it and are not in its block"
             )
             raise ConfigError(name, value, remedy)
+
+
+def check_drafts(vllm_config: VllmConfig) -> None:
+    """Refuse recurrent states together with speculative decoding (docs/adr/0046). Pure.
+
+    Raises:
+        ConfigError: both are used; the message has the method of drafting.
+    """
+    speculative_config = vllm_config.speculative_config
+    # vLLM sets this mode for models with states alone, when it caches prefixes.
+    if speculative_config is None or getattr(vllm_config.cache_config, "mamba_cache_mode", "none") != ALIGNED:
+        return
+    remedy = (
+        "must be left out: with recurrent states a rejected draft may be part of a state, and no engine has confirmed "
+        "that what is stored then is right; switch speculative decoding off, or run this model without kvtier"
+    )
+    raise ConfigError("speculative_config", getattr(speculative_config, "method", None), remedy)
 
 
 def check_settings(extra_config: Mapping[str, Any]) -> None:  # Any: JSON of the user

@@ -186,6 +186,15 @@ class Client:
                     raise
                 return None
 
+    def count_disk_blocks(self, path: str) -> int | None:
+        """Return how many blocks of 512 bytes an object takes on this machine's disk; None when it is not there."""
+        if self._folder is None:
+            return None
+        try:
+            return (self._folder / path).stat().st_blocks
+        except OSError:
+            return None
+
     def get_range(self, path: str, start: int, num_bytes: int) -> memoryview | None:
         """Read part of an object; fewer bytes when it ends before, None when there is none."""
         if self._is_endless(path):

@@ -11,6 +11,7 @@ from typing import ClassVar
 from kvtier.base import OffloadKey, get_offload_tenant
 from kvtier.errors import ConfigError, TierError
 from kvtier.settings import parse_settings
+from kvtier.tiering.kit.block_pieces import check_in_pieces
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, Envelope, unpack
 from kvtier.tiering.kit.place import (
     FAULTS_OF_PLACE,
@@ -36,8 +37,9 @@ PROBE_NAME = "reachable"
 """An object that need not exist: asking for it shows that the bucket is there and may be read."""
 
 MAX_DOCUMENT_BYTES = 2**20
-MAX_OBJECT_BYTES = 2**36
-"""Longer objects are read only in their beginning; no tier writes one."""
+MAX_WHOLE_BYTES = 64 * 2**20
+"""Objects up to this length are read with one request. Longer ones are read by pieces, and no further than their
+headers say."""
 
 GROUP_SUFFIX = ".kvg"
 NAMESPACE_CHARS = 32
@@ -131,13 +133,41 @@ class ObjPlace(Place):
         return bytes(fetched.body).decode("utf-8", "replace")
 
     def _check_once(self, block: PlaceBlock) -> BlockState:
-        fetched = self._client.get(block.address, MAX_OBJECT_BYTES)
+        fetched = self._client.get(block.address, MAX_WHOLE_BYTES)
         if fetched is None:
             return BlockState.GONE
-        if block.address.endswith(GROUP_SUFFIX):
+        name = None if block.address.endswith(GROUP_SUFFIX) else bytes.fromhex(Path(block.address).stem)
+        if fetched.num_bytes > MAX_WHOLE_BYTES:
+            return self._check_long(block, name, fetched.num_bytes)
+        if name is None:
             return _check_group(fetched.body, block.namespace, self.opener)
-        name = bytes.fromhex(Path(block.address).stem)
         return check_value(fetched.body, block.namespace, name, self.opener)
+
+    def _check_long(self, block: PlaceBlock, name: bytes | None, num_bytes: int) -> BlockState:
+        """Check a long object: the block ``name``, or several one behind another."""
+
+        def read(offset: int, length: int) -> memoryview:
+            return self._client.get_range(block.address, payload_begin + offset, length) or memoryview(b"")
+
+        begin, found = 0, BlockState.WHOLE
+        num_disk_blocks = self._client.count_disk_blocks(block.address)
+        while begin < num_bytes:
+            header = self._client.get_range(block.address, begin, ENVELOPE_BYTES)
+            if header is None:
+                return BlockState.GONE
+            payload_begin = begin + ENVELOPE_BYTES
+            left_bytes = num_bytes - payload_begin
+            envelope = unpack(header)
+            of_group = name is None and isinstance(envelope, Envelope) and envelope.stored_bytes <= left_bytes
+            length = envelope.stored_bytes if of_group and isinstance(envelope, Envelope) else left_bytes
+            state = check_in_pieces(
+                header, length, read, block.namespace, name, self.opener, num_disk_blocks=num_disk_blocks
+            )
+            if state not in (BlockState.WHOLE, BlockState.ENCRYPTED, BlockState.NO_KEY):
+                return state
+            found = state if state is not BlockState.WHOLE else found
+            begin = payload_begin + length
+        return found
 
 
 def open_obj_place(own: Mapping[str, object]) -> ObjPlace:

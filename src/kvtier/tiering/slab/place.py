@@ -22,6 +22,7 @@ from typing import ClassVar
 from kvtier.base import OffloadKey, get_offload_tenant
 from kvtier.errors import ConfigError, TierError
 from kvtier.settings import parse_settings
+from kvtier.tiering.kit.block_pieces import check_in_pieces
 from kvtier.tiering.kit.envelope import (
     ENVELOPE_BYTES,
     HEADER_PAGE_BYTES,
@@ -37,7 +38,6 @@ from kvtier.tiering.kit.place import (
     PlaceNamespace,
     PlaceSummary,
     TierFinding,
-    check_bytes,
 )
 from kvtier.tiering.slab.documents import document_path, drop_documents, read_documents
 from kvtier.tiering.slab.scan import oldest_unfinished
@@ -204,15 +204,23 @@ class SlabPlace(Place):
     def _check_once(self, block: PlaceBlock) -> BlockState:
         slot, generation = block.stamp
         offset, slot_bytes = self.geometry.offset_of(slot), self.geometry.slot_bytes
+
+        def read(start: int, num_bytes: int) -> bytes:
+            return os.pread(self._fd, num_bytes, offset + HEADER_PAGE_BYTES + start)
+
         try:
-            whole = memoryview(os.pread(self._fd, slot_bytes, offset))
+            header = os.pread(self._fd, HEADER_PAGE_BYTES, offset)
+            found = unpack(header)
+            if isinstance(found, HeaderCheck) or found.generation != generation:
+                return BlockState.GONE  # the slot was emptied, or holds another block by now
+            # The first page says how long a slot is, and may be forged.
+            state = check_in_pieces(
+                header, slot_bytes - HEADER_PAGE_BYTES, read, block.namespace, None, self.opener
+            )
             os.posix_fadvise(self._fd, offset, slot_bytes, os.POSIX_FADV_DONTNEED)
         except OSError:
             return BlockState.UNREADABLE
-        found = unpack(whole)
-        if isinstance(found, HeaderCheck) or found.generation != generation:
-            return BlockState.GONE  # the slot was emptied, or holds another block by now
-        return check_bytes(whole, whole[HEADER_PAGE_BYTES:], block.namespace, None, self.opener)
+        return state
 
     def _find_oldest_unfinished(self) -> int:
         """Return the generation from which on writes had not ended, as the newest header says."""

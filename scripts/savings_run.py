@@ -1,0 +1,135 @@
+"""Do a real vLLM's numbers of what loading saves hold, and does it leave a slow disk alone?
+
+    python -m scripts.savings_run                   needs vLLM; ten minutes
+    python -m scripts.savings_run --runs 4 --only slow
+
+Every hit comes from a disk whose system calls take as long as a rate says.
+
+- *interval*: a fresh engine computes one hit in five and gives its 95 % interval. Beside it a second engine without an
+  audit serves the same prompts by turns loaded and computed: the mean of these pairs is the truth.
+- *slow*: after how many requests at 5 MB/s fewer than a fifth is loaded, and after how many at the machine's rate
+  more than four fifths are again; in each run other requests are drawn.
+
+Exit status 1 when a disk is not left within 200 requests, or not used again.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from math import inf, sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+
+from tests.e2e.vllm.checkpoints import save_llama
+from tests.e2e.vllm.engine_process import EngineProcess
+from tests.e2e.vllm.slow_disk import (
+    COMPUTED,
+    HIT_TOKENS,
+    NUM_PROMPTS,
+    ONE_TOKEN,
+    SLOW_BYTES_PER_S,
+    SlowDiskBench,
+    make_options,
+)
+
+RATES = (inf, 20e6)
+"""Bytes a second of the disks of the interval: one that pays and one that does not."""
+
+NUM_LIVE = 150
+"""Requests of a run that the audited engine serves."""
+
+LIVE_PER_PAIR = 3
+"""Of these for each pair of the other engine: both see the machine as busy."""
+
+AUDIT_RATIO = 0.2
+MAX_REQUESTS = 200
+US = 1e6
+
+
+def main() -> int:
+    """Run both parts; return 1 when a slow disk was kept or a recovered one left."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=10, help="engines of each rate and part")
+    parser.add_argument("--only", choices=("interval", "slow"), help="one part")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="kvtier-") as folder:
+        model = str(save_llama(Path(folder) / "model"))
+        if arguments.only != "slow":
+            for rate in RATES:
+                run_interval(model, Path(folder), rate, arguments.runs)
+        if arguments.only != "interval":
+            try:
+                run_slow(model, Path(folder), arguments.runs)
+            except AssertionError as error:
+                print(f"not within {MAX_REQUESTS} requests: {error}")
+                return 1
+    return 0
+
+
+def run_interval(model: str, folder: Path, bytes_per_s: float, num_runs: int) -> None:
+    """Print for each run the interval and the truth, then how many intervals cover it."""
+    num_covering = 0
+    with EngineProcess(make_options(model, folder / f"pairs-{bytes_per_s:g}")) as other:
+        pairs = SlowDiskBench(other)
+        pairs.set_rate(bytes_per_s)
+        for seed in range(num_runs):
+            settings = {"audit_ratio": AUDIT_RATIO, "audit_seed": seed}
+            with EngineProcess(
+                make_options(model, folder / f"live-{bytes_per_s:g}-{seed}", **settings)
+            ) as engine:
+                live = SlowDiskBench(engine)
+                live.set_rate(bytes_per_s)
+                differences = list(serve_both(live, pairs))
+                found = live.saved()
+            truth_s = fmean(differences)
+            error_s = stdev(differences) / sqrt(len(differences))
+            is_covered = found.low_s <= truth_s <= found.high_s
+            num_covering += is_covered
+            print(
+                f"interval, {bytes_per_s:g} B/s, run {seed}: {US * found.low_s:.1f} to {US * found.high_s:.1f} us a "
+                f"token of {found.num_loaded} loaded and {found.num_computed} computed; pairs {US * truth_s:.1f} "
+                f"(+- {US * error_s:.1f}): {'covered' if is_covered else 'NOT covered'}",
+                flush=True,
+            )
+    print(f"interval, {bytes_per_s:g} B/s: {num_covering} of {num_runs} cover the pairs' mean", flush=True)
+
+
+def serve_both(live: SlowDiskBench, pairs: SlowDiskBench) -> Iterator[float]:
+    """Serve a run, and beside it yield the seconds per token that each pair saves."""
+    for number in range(NUM_LIVE):
+        live.serve()
+        if number % LIVE_PER_PAIR == 0:
+            # The first of a pair is loaded in half of them. A round of the other prompts lies between the two, so
+            # that host memory does not hold the prompt any more.
+            kinds = (ONE_TOKEN, COMPUTED) if number % (2 * LIVE_PER_PAIR) else (COMPUTED, ONE_TOKEN)
+            took_s = {}
+            for sampling in kinds:
+                took_s[sampling is ONE_TOKEN] = pairs.serve(sampling).took_s
+                for _ in range(NUM_PROMPTS - 1):
+                    pairs.serve(COMPUTED)
+            yield (took_s[False] - took_s[True]) / HIT_TOKENS
+
+
+def run_slow(model: str, folder: Path, num_runs: int) -> None:
+    """Print after how many requests the engine leaves a slow disk, and comes back.
+
+    Raises:
+        AssertionError: it does not within ``MAX_REQUESTS``.
+    """
+    for seed in range(num_runs):
+        settings = {"load_if": "faster", "audit_ratio": 1 / 50, "audit_seed": seed}
+        with EngineProcess(make_options(model, folder / f"slow-{seed}", **settings)) as engine:
+            bench = SlowDiskBench(engine)
+            bench.serve_until(lambda share: share > 0.8, MAX_REQUESTS)
+            bench.set_rate(SLOW_BYTES_PER_S)
+            num_left = bench.serve_until(lambda share: share < 0.2, MAX_REQUESTS)
+            bench.set_rate(inf)
+            num_back = bench.serve_until(lambda share: share > 0.8, MAX_REQUESTS)
+        print(f"slow, run {seed}: left after {num_left} requests, used again after {num_back}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
