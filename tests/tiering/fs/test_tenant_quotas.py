@@ -40,7 +40,7 @@ def open_tier(root: Path, quotas: dict[str, int | None], **options: object) -> T
         "capacity_bytes": CAPACITY_BLOCKS * BLOCK_BYTES,
         "num_threads": 1,
     } | options
-    rows, clock = make_rows(), ManualClock(0.0)
+    rows, clock = make_rows(), arguments.pop("clock", ManualClock(0.0))
     tier = FSTier(config_of_tenants("fs", sizes), rows, clock=clock, root_dir=root, **arguments)  # type: ignore[arg-type]
     assert tier.wait_indexed(HANG_GUARD_S)
     return TenantDriver(tier, rows)
@@ -108,6 +108,37 @@ def test_a_tenant_at_his_quota_replaces_his_own_blocks(start: StartTenants, root
         assert len(driver.store_of("alice", [first, first + 1])) == 2
     assert count_by_name(held_in(root)) == {"alice": 4, "bob": 8}
     assert {key_of_tenant("alice", number) for number in (14, 15)} <= held_in(root)
+
+
+class SlowStart:
+    """A clock on which a start takes long, so that the next walk is not due soon; then it stands still."""
+
+    def __init__(self) -> None:
+        self.is_starting = True
+        self._now_s = 0.0
+
+    def __call__(self) -> float:
+        """Return the current reading, in seconds."""
+        if self.is_starting:
+            self._now_s += 1.0
+        return self._now_s
+
+
+def test_blocks_that_are_newer_than_the_last_walk_leave_before_those_of_others(
+    start: StartTenants, root: Path
+) -> None:
+    quotas: dict[str, int | None] = {"alice": 6, "bob": 2}
+    start(quotas).store_of("alice", range(6))
+    for number in range(6):
+        age(root, "alice", number, 1000)
+    clock = SlowStart()
+    driver = start(quotas, clock=clock)
+    clock.is_starting = False
+    driver.store_of("bob", range(6))
+    for first in range(6, 30, 2):
+        driver.store_of("bob", [first, first + 1])
+        assert count_by_name(held_in(root))["alice"] == 6
+    assert key_of_tenant("bob", 29) in held_in(root)
 
 
 def test_a_store_beyond_a_quota_without_blocks_of_its_own_takes_nobody_elses(

@@ -1,12 +1,14 @@
 """Which files of a directory leave first: of tenants beyond their quotas, then what was used longest ago.
 
 A walk keeps the files that were used longest ago, and where tenants have quotas also the oldest of each tenant that
-keeps more than half of its quota. Of several tenants beyond their quotas the one that is most beyond gives next, each
+keeps more than half of its quota. What this tier writes after it is known too, so that a tenant whose blocks are all
+newer than the walk gives its own. Of several tenants beyond their quotas the one that is most beyond gives next, each
 only until it keeps its quota. What a tenant is still writing beyond its quota takes the place of no other tenant's
 block.
 """
 
 import heapq
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
@@ -126,6 +128,7 @@ class _TenantFiles:
     ) -> Iterator[BlockFile]:
         """Yield ``blocks``, and remember those of tenants on the way."""
         self._begun = self._usage.begin_recount() if is_recount else None
+        self._usage.forget_recent()
         self._is_plain = {}
         self._found_bytes = Counter()
         near = self._usage.list_near()[:MAX_NEAR_TENANTS]
@@ -168,16 +171,35 @@ class _TenantFiles:
         return get_offload_tenant(OffloadKey(block.name)) if is_plain else None
 
     def begin_round(self) -> None:
+        """Compare what tenants keep with their quotas, and find what was written of those without known blocks."""
         self._excess, self.writing_beyond_bytes = self._usage.plan_evictions()
+        lacking = {number for number in self._excess if not self._files.get(number)}
+        if lacking:
+            self._find_recent(lacking)
 
     def is_lacking(self) -> bool:
         return any(not self._files.get(number) for number in self._excess)
 
     def pop(self) -> BlockFile | None:
         known = [number for number in self._excess if self._files.get(number)]
+        if not known and self._excess:
+            self._find_recent(set(self._excess))
+            known = [number for number in self._excess if self._files.get(number)]
         if not known:
             return None
         return self._files[max(known, key=self._excess.__getitem__)].pop()
+
+    def _find_recent(self, numbers: set[int]) -> None:
+        namespace = self._current_namespace()
+        for key in reversed(self._usage.take_recent(numbers)):
+            path = namespace.block_path(key)
+            try:
+                status = os.lstat(path)
+            except OSError:  # evicted, or written before a reset
+                continue
+            times = status.st_mtime_ns, status.st_atime_ns
+            block = BlockFile(times[0], path, status.st_size, namespace.format.name(key), times[1])
+            self._files.setdefault(get_offload_tenant(key), []).append(block)
 
     def on_evicted(self, block: BlockFile, num_bytes: int) -> None:
         number = self.tenant_of(block)

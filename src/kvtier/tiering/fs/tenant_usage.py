@@ -13,7 +13,7 @@ import os
 import struct
 import threading
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,6 +26,13 @@ from kvtier.tiering.kit.health import OutageLog
 
 MAX_TENANTS = 65_536
 """Tenants in the table, those with the most bytes; more would make it longer than 768 KiB."""
+
+MAX_RECENT_BLOCKS = 32_768
+"""Blocks that this tier has written since the last walk, remembered by key, about 100 bytes each; without quotas none.
+Fewer leave a tenant without known blocks until the next walk."""
+
+MAX_TAKEN_BLOCKS = 1_024
+"""Of these, how many are taken at once: the evictor asks the file system about each, while writers wait for room."""
 
 _MAGIC = b"KVTT"
 _VERSION = 1
@@ -88,8 +95,8 @@ def unpack_table(text: bytes) -> TenantTable:
 class TenantUsage:
     """One tier's access to the table of its directory.
 
-    Mutable are the table as it was read last, this tier's changes that are not in it yet, and what it is writing;
-    ``_lock`` guards them. The file is guarded by its ``flock``.
+    Mutable are the table as it was read last, this tier's changes that are not in it yet, what it is writing, and what
+    it has written since the last walk; ``_lock`` guards them. The file is guarded by its ``flock``.
 
     Args:
         path: the table.
@@ -111,6 +118,7 @@ class TenantUsage:
         self._table = TenantTable()
         self._unwritten: Counter[int] = Counter()
         self._in_flight: Counter[int] = Counter()
+        self._recent: deque[OffloadKey] = deque(maxlen=MAX_RECENT_BLOCKS)
 
     @property
     def is_counted(self) -> bool:
@@ -138,12 +146,31 @@ class TenantUsage:
             with self._lock:  # once: in between, what is written would be nowhere
                 self._in_flight.subtract(in_flight)
                 self._unwritten.update(finished)
+                self._recent.extend(written)
 
     def remove(self, number: int | None, num_bytes: int) -> None:
         """Count a tenant's bytes as gone from the disk; None where no name tells whose they are. Thread: any."""
         if number is not None and num_bytes:
             with self._lock:
                 self._unwritten[number] -= num_bytes
+
+    def take_recent(self, numbers: Collection[int]) -> list[OffloadKey]:
+        """Return and forget what this tier has written of some tenants, first written first. Thread: any."""
+        taken: list[OffloadKey] = []
+        with self._lock:
+            if not self._recent:
+                return taken
+            kept: list[OffloadKey] = []
+            for key in self._recent:
+                is_taken = len(taken) < MAX_TAKEN_BLOCKS and get_offload_tenant(key) in numbers
+                (taken if is_taken else kept).append(key)
+            self._recent = deque(kept, maxlen=MAX_RECENT_BLOCKS)
+        return taken
+
+    def forget_recent(self) -> None:
+        """Forget what this tier has written: a walk that begins finds it. Thread: any."""
+        with self._lock:
+            self._recent.clear()
 
     def refresh(self) -> None:
         """Add this tier's changes to the table, and read those of the others. Thread: the evictor's; blocks."""
