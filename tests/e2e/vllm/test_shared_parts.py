@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 import vllm
-from tests.e2e.vllm import test_recurrent
+from tests.e2e.vllm import recurrent
 from tests.e2e.vllm.answers import Answer, assert_clearly_other, assert_same
 from tests.e2e.vllm.checkpoints import save_deepseek, save_one_headed, save_qwen3_next
 from tests.e2e.vllm.engine_host import BLOCK_TOKENS, EngineOptions
@@ -210,17 +210,17 @@ def test_beside_states_of_their_own_each_worker_keeps_its_copy_of_the_head_that_
     tmp_path: Path,
 ) -> None:
     def options(settings: dict[str, Any] | None) -> EngineOptions:  # Any: a user's JSON
-        arguments = {**test_recurrent.ARGUMENTS, **TWO_WORKERS}
+        arguments = {**recurrent.ARGUMENTS, **TWO_WORKERS}
         return EngineOptions(model, settings, 90, engine_arguments=arguments, environment=ONE_CORE_EACH)
 
     model = str(save_qwen3_next(tmp_path / "model", num_kv_heads=1))
-    prompts, found = test_recurrent.PROMPTS[:4], test_recurrent.FOUND[:4]
+    prompts, found = recurrent.PROMPTS[:4], recurrent.FOUND[:4]
     with EngineProcess(options(None)) as engine:
-        alone = engine.call("generate_in_turn", prompts, test_recurrent.GREEDY)
+        alone = engine.call("generate_in_turn", prompts, recurrent.GREEDY)
     with EngineProcess(options(HOST_ONLY)) as engine:
-        first = engine.call("generate_in_turn", prompts, test_recurrent.GREEDY)
+        first = engine.call("generate_in_turn", prompts, recurrent.GREEDY)
         engine.call("forget_device")
-        from_host = engine.call("generate_in_turn", prompts, test_recurrent.GREEDY)
+        from_host = engine.call("generate_in_turn", prompts, recurrent.GREEDY)
         parts = engine.call("row_parts")
         engine.call("check")
 
