@@ -32,6 +32,9 @@ NUM_PROMPTS = 10
 NUM_ROUNDS = 3
 METRICS_PORT = 9464
 
+STEP_INTERVAL_S = 0.01
+"""Between two steps of the engine while a command runs: what the command asks for is carried out in one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Question:
@@ -159,9 +162,12 @@ def serving(folder: Path, instance_id: str = INSTANCE_ID, **more: object) -> Ite
     shared: dict[str, object] = {"cpu_bytes_to_use": 8 * ROW_BYTES, "secondary_tiers": [tier]}
     own = {**shared, "record_trace": "", "tenant_salt": TENANT_SALT, "control_socket": False}
     with running_engine(folder, **own) as engine:
-        for seed in (100, 101):
-            engine.run(prompt_of(seed), 1)
-        assert engine.drain(WAIT_S)
+        # Again, as below: what a busy disk declined the first time is stored now.
+        for _ in range(NUM_ROUNDS):
+            for seed in (100, 101):
+                engine.run(prompt_of(seed), 1)
+                assert engine.drain(WAIT_S)
+            engine.drop_device_cache()
     with running_engine(folder, **shared, instance_id=instance_id, **more) as engine:
         for _ in range(NUM_ROUNDS):
             for seed in range(NUM_PROMPTS):
@@ -187,9 +193,14 @@ def answer(
         text=True,
         env={**os.environ, "COLUMNS": "100", "TERM": "dumb"},
     )
-    while process.poll() is None:
+    while True:
         engine.drain(0.0)
-    shown, errors = process.communicate()
+        try:
+            # Waiting leaves the processor to the command; both pipes are read meanwhile.
+            shown, errors = process.communicate(timeout=STEP_INTERVAL_S)
+            break
+        except subprocess.TimeoutExpired:
+            continue
     printed = (shown + errors * (process.returncode != question.status)).replace(
         str(folder), "/var/cache/kvtier"
     )

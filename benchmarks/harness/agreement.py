@@ -9,7 +9,7 @@ excuses it.
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,10 @@ class RatioName:
     def __str__(self) -> str:
         line = f"{self.suite}: {' '.join(format_label(label) for _, label in self.labels)}"
         return line if self.other is None else f"{line}, of {self.other}"
+
+    def to_json(self) -> dict[str, object]:
+        """Return suite, labels and contestant."""
+        return {"suite": self.suite, "labels": dict(self.labels), "of": self.other}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,16 @@ class Agreement:
         """Whether the two agree."""
         return self.apart <= ALLOWED
 
+    def to_json(self) -> dict[str, object]:
+        """Return name, both ratios and how far apart they are."""
+        return {
+            **self.name.to_json(),
+            "first": asdict(self.first),
+            "second": asdict(self.second),
+            "apart": self.apart,
+            "is_within": self.is_within,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
@@ -102,6 +116,15 @@ class Comparison:
     def num_within(self) -> int:
         """Number of ratios that agree."""
         return sum(agreement.is_within for agreement in self.agreements)
+
+    def to_json(self) -> dict[str, object]:
+        """Return both runs' ratios, and the names of those that only one of them has."""
+        return {
+            "allowed": ALLOWED,
+            "ratios": [one.to_json() for one in self.agreements],
+            "only_first": [name.to_json() for name in self.only_first],
+            "only_second": [name.to_json() for name in self.only_second],
+        }
 
 
 def compare_folders(first: Path, second: Path) -> Comparison:

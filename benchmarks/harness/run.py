@@ -13,11 +13,14 @@ from benchmarks.harness.suite import Options, Suite
 from benchmarks.harness.table import Table
 from kvtier.cli.demo.signals import ended_like_interrupted
 
+Document = dict[str, object]
+"""A suite's run as JSON."""
+
 
 def run_suites(
     suites: Sequence[Suite], *, is_quick: bool, folder: Path | None = None, out_folder: Path | None = None
-) -> None:
-    """Run suites one after another.
+) -> list[Document]:
+    """Run suites one after another and return their documents.
 
     Args:
         suites: the suites.
@@ -33,13 +36,19 @@ def run_suites(
         KeyboardInterrupt: a signal ended the run.
         ImportError, OSError: as in ``run_suite``.
     """
+    documents = []
     with ended_like_interrupted():
         for suite in suites:
             json_path = picture_path = None
             if out_folder is not None:
                 out_folder.mkdir(parents=True, exist_ok=True)
                 json_path, picture_path = out_folder / f"{suite.name}.json", out_folder / f"{suite.name}.svg"
-            run_suite(suite, is_quick=is_quick, folder=folder, json_path=json_path, picture_path=picture_path)
+            documents.append(
+                run_suite(
+                    suite, is_quick=is_quick, folder=folder, json_path=json_path, picture_path=picture_path
+                )
+            )
+    return documents
 
 
 def run_suite(
@@ -50,14 +59,14 @@ def run_suite(
     json_path: Path | None = None,
     picture_path: Path | None = None,
     out: TextIO | None = None,
-) -> list[Measurement]:
-    """Run ``suite`` and return its measurements.
+) -> Document:
+    """Run ``suite`` and return its document: machine, notes, and the values of every round.
 
     Args:
         suite: the suite.
         is_quick: fewer sizes and rounds.
         folder: folder for files; None: the system's temporary folder.
-        json_path: for the machine and the values of every round.
+        json_path: for the document.
         picture_path: for the picture, if there is something to draw and matplotlib is installed; its suffix selects
             the format.
         out: for the table; None: standard output.
@@ -79,18 +88,18 @@ def run_suite(
         measurements.append(measurement)
     for note in notes:
         print(note, file=out)
+    document: Document = {
+        "suite": suite.name,
+        "is_quick": is_quick,
+        "machine": machine,
+        "notes": notes,
+        "measurements": [as_document(measurement) for measurement in measurements],
+    }
     if json_path is not None:
-        document = {
-            "suite": suite.name,
-            "is_quick": is_quick,
-            "machine": machine,
-            "notes": notes,
-            "measurements": [as_document(measurement) for measurement in measurements],
-        }
         json_path.write_text(json.dumps(document, indent=1) + "\n")
     if picture_path is not None and measurements:
         _draw(suite, measurements, picture_path, out)
-    return measurements
+    return document
 
 
 def as_document(measurement: Measurement) -> dict[str, object]:

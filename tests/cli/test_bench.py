@@ -1,6 +1,9 @@
 """``kvtier bench`` lists the benchmarks of the source tree, runs those it is given, and refuses what there is not."""
 
+import json
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,6 +84,60 @@ def test_two_kept_runs_are_compared_and_nothing_runs(
     assert [line.split()[-5:-2] for line in lines[:2]] == [["1.00", "1.00", "0%"], ["4.00", "4.00", "0%"]]
     assert lines[2:] == [f"only in the first run: one: put 16, of {other}" for other in ("floor", "peer")]
     assert summary == "2 of 2 ratios are within 15% of each other"
+
+
+@pytest.mark.usefixtures("fakes")
+def test_with_json_stdout_has_the_documents_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["bench", "one", "two", "--quick", "--out", str(tmp_path), "--json"]) == 0
+
+    shown = capfd.readouterr()
+    runs = json.loads(shown.out)["runs"]
+    assert runs == [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two")]
+    assert shown.err.index("one: what one measures") < shown.err.index("two: what two measures")
+
+
+def test_with_json_what_a_suite_prints_itself_goes_to_stderr(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def measure(options: Options) -> Iterator[Measurement]:
+        del options
+        print("printed here")
+        subprocess.run([sys.executable, "-c", "print('printed by a child')"], check=True)
+        yield FAST
+
+    monkeypatch.setattr(suites, "SUITES", (install_suite(monkeypatch, measure, "one"),))
+
+    assert main.main(["bench", "one", "--json"]) == 0
+
+    shown = capfd.readouterr()
+    assert [run["suite"] for run in json.loads(shown.out)["runs"]] == ["one"]
+    assert {"printed here", "printed by a child"} <= set(shown.err.splitlines())
+    print("later")
+    assert capfd.readouterr().out == "later\n"
+
+
+@pytest.mark.usefixtures("fakes")
+def test_the_list_and_a_comparison_are_printed_as_json(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["bench", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out) == {
+        "suites": [{"name": name, "summary": f"what {name} measures"} for name in ("one", "two")]
+    }
+    first, second = str(tmp_path / "a"), str(tmp_path / "b")
+    for names, folder in ((["one", "two"], first), (["two"], second)):
+        assert main.main(["bench", *names, "--out", folder]) == 0
+    capfd.readouterr()
+
+    assert main.main(["bench", "--compare", first, second, "--json"]) == 0
+
+    found = json.loads(capfd.readouterr().out)
+    assert [(one["suite"], one["of"], one["apart"], one["is_within"]) for one in found["ratios"]] == [
+        ("two", "floor", 0.0, True),
+        ("two", "peer", 0.0, True),
+    ]
+    assert found["only_first"][0] == {"suite": "one", "labels": FAST.labels, "of": "floor"}
+    assert found["only_second"] == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])

@@ -84,6 +84,16 @@ def test_create_rotate_and_list(ring: Path, capsys: pytest.CaptureFixture[str]) 
         assert entry.secret.hex() not in shown
 
 
+def test_a_new_entry_is_told_to_programs_as_the_list_is(
+    ring: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["keys", "rotate", "--json"]) == 0
+    changed = json.loads(capsys.readouterr().out)
+    assert main(["keys", "list", "--json"]) == 0
+    assert changed == json.loads(capsys.readouterr().out)
+    assert len(changed["entries"]) == len(read_ring(ring).entries) == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [

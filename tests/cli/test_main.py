@@ -54,6 +54,12 @@ def test_every_command_of_the_table_can_be_loaded() -> None:
 
 
 @pytest.mark.parametrize("command", program.COMMANDS, ids=lambda command: command.name)
+def test_every_command_has_json(command: program.Command, capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main([command.name, "--help"]) == 0
+    assert "--json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", program.COMMANDS, ids=lambda command: command.name)
 def test_every_command_explains_itself(command: program.Command, capsys: pytest.CaptureFixture[str]) -> None:
     assert program.main([command.name, "--help"]) == 0
     assert command.name in capsys.readouterr().out

@@ -6,6 +6,7 @@ that tree raises an error that says where to get it.
 
 import importlib
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
@@ -13,6 +14,7 @@ from typing import Annotated
 import typer
 
 import kvtier
+from kvtier.cli.output import JsonOption, print_json, stdout_to_stderr
 from kvtier.errors import ConfigError
 
 SOURCE_TREE = Path(kvtier.__file__).resolve().parents[2]
@@ -37,19 +39,21 @@ def bench(
             help="Measure nothing; show how far two saved runs agree.",
         ),
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Measure kvtier on this machine. Prints tables: kvtier, the floor, peers, ratios and bars.
+
+    With --json the tables go to stderr.
 
     Raises:
         ConfigError: the benchmark or the saved run does not exist, or the source tree is missing.
     """
     if compare is not None:
-        _compare(*compare)
+        _compare(*compare, as_json=as_json)
         return
     suites = _load("benchmarks.suites")
     if not names:
-        for suite in suites.SUITES:
-            typer.echo(f"{suite.name:10} {suite.summary}")
+        _list(suites, as_json=as_json)
         return
     chosen = []
     for name in [suite.name for suite in suites.SUITES] if names == [ALL] else names:
@@ -57,15 +61,34 @@ def bench(
             chosen.append(suites.find_suite(name))
         except KeyError as error:
             raise ConfigError("NAME", name, str(error.args[0])) from error
-    _load("benchmarks.harness.run").run_suites(chosen, is_quick=quick, folder=folder, out_folder=out)
+    run = partial(
+        _load("benchmarks.harness.run").run_suites, chosen, is_quick=quick, folder=folder, out_folder=out
+    )
+    if not as_json:
+        run()
+        return
+    with stdout_to_stderr():
+        documents = run()
+    print_json({"runs": documents})
 
 
-def _compare(first: Path, second: Path) -> None:
+def _list(suites: ModuleType, *, as_json: bool) -> None:
+    if as_json:
+        print_json({"suites": [{"name": suite.name, "summary": suite.summary} for suite in suites.SUITES]})
+        return
+    for suite in suites.SUITES:
+        typer.echo(f"{suite.name:10} {suite.summary}")
+
+
+def _compare(first: Path, second: Path, *, as_json: bool) -> None:
     agreement = _load("benchmarks.harness.agreement")
     try:
         comparison = agreement.compare_folders(first, second)
     except (OSError, ValueError) as error:
         raise ConfigError("--compare", f"{first} {second}", str(error)) from error
+    if as_json:
+        print_json(comparison.to_json())
+        return
     for line in agreement.lines_of(comparison):
         typer.echo(line)
 

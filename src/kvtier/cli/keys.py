@@ -83,12 +83,13 @@ def keys(
         raise ConfigError("--prove", prove, "goes with drop", max_value_chars=80)
     if action is Action.LIST:
         ring = read_ring(path)
-        typer.echo(json.dumps(to_json(ring), indent=1) if as_json else "\n".join(to_lines(ring)))
+        _print_ring(ring, "\n".join(to_lines(ring)), as_json=as_json)
         return
     with locked(path):
         ring = change_ring(path, action, tenant, is_proof=bool(prove))
     if action is not Action.DROP:
-        typer.echo(f"{path}: entry {ring.entries[-1].number} encrypts {_for_whom(tenant)} from now on")
+        said = f"{path}: entry {ring.entries[-1].number} encrypts {_for_whom(tenant)} from now on"
+        _print_ring(ring, said, as_json=as_json)
         return
     assert tenant is not None, "checked above"
     typer.echo(f"{path}: the keys of tenant {printable(tenant)!r} are gone", err=as_json)
@@ -253,6 +254,10 @@ def to_json(ring: KeyRing) -> dict[str, Any]:  # Any: JSON
         ],
         "dropped": {tenant: list(numbers) for tenant, numbers in ring.dropped.items()},
     }
+
+
+def _print_ring(ring: KeyRing, text: str, *, as_json: bool) -> None:
+    typer.echo(json.dumps(to_json(ring), indent=1) if as_json else text)
 
 
 def _for_whom(tenant: str | None) -> str:

@@ -3,10 +3,13 @@
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich import box
@@ -20,6 +23,13 @@ PLAIN_COLUMNS = 200
 """Width where the output is not a terminal. Rich would take 80 columns and cut numbers; rows have about 120 with a
 handful of tiers."""
 
+
+STDOUT_FD, STDERR_FD = 1, 2
+
+STDOUT = Path("-")
+"""The file of ``--json`` that stands for stdout; tables go to stderr then."""
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 PLOT_MODULE = "matplotlib"
 
@@ -57,10 +67,33 @@ def size_in_words(num_bytes: float) -> str:
     return f"{value:.1f} TiB"
 
 
-def make_console() -> Console:
-    """Return a console for tables: as wide as the terminal, or ``PLAIN_COLUMNS`` where there is none."""
-    console = Console()
-    return console if console.is_terminal else Console(width=PLAIN_COLUMNS)
+def make_console(*, is_stderr: bool = False) -> Console:
+    """Return a console for tables: as wide as the terminal, or ``PLAIN_COLUMNS`` where there is none.
+
+    Args:
+        is_stderr: whether it writes to stderr, because the numbers go to stdout.
+    """
+    console = Console(stderr=is_stderr)
+    return console if console.is_terminal else Console(width=PLAIN_COLUMNS, stderr=is_stderr)
+
+
+def print_json(value: object) -> None:
+    """Print a value as JSON on stdout, for programs."""
+    typer.echo(json.dumps(value, indent=1))
+
+
+@contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Let what the block and the processes that it starts write to stdout go to stderr."""
+    sys.stdout.flush()
+    with redirect_stdout(sys.stderr):
+        kept = os.dup(STDOUT_FD)
+        os.dup2(STDERR_FD, STDOUT_FD)
+        try:
+            yield
+        finally:
+            os.dup2(kept, STDOUT_FD)
+            os.close(kept)
 
 
 def print_line(console: Console, text: str) -> None:
@@ -126,12 +159,17 @@ class Outputs:
     """The files that a command writes.
 
     Attributes:
-        json_file: for the numbers; None: not written.
+        json_file: for the numbers; ``STDOUT``: printed; None: not written.
         html_file: for the page; None: not written.
     """
 
     json_file: Path | None
     html_file: Path | None
+
+    @property
+    def are_numbers_printed(self) -> bool:
+        """Whether stdout gets the numbers, and stderr the tables."""
+        return self.json_file == STDOUT
 
     def check_writable(self) -> None:
         """Check each file before there are results, so that a wrong path costs none.
@@ -143,7 +181,7 @@ class Outputs:
         if self.html_file is not None:
             require_plotly()
         for option, path in (("--json", self.json_file), ("--html", self.html_file)):
-            if path is not None:
+            if path is not None and not (option == "--json" and self.are_numbers_printed):
                 check_writable(option, path)
 
     def write(self, to_json: Callable[[], object], make_page: Callable[[], str]) -> None:
@@ -152,7 +190,9 @@ class Outputs:
         Raises:
             ConfigError: one cannot be written.
         """
-        if self.json_file is not None:
+        if self.are_numbers_printed:
+            print_json(to_json())
+        elif self.json_file is not None:
             write_result("--json", self.json_file, json.dumps(to_json(), indent=1) + "\n")
         if self.html_file is not None:
             write_result("--html", self.html_file, make_page())

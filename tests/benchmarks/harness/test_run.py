@@ -11,7 +11,7 @@ import pytest
 from tests.benchmarks.fake_suite import FAST, SLOW, install_suite, yielding
 
 from benchmarks.harness.measurement import OURS, Bar, Better, Measurement
-from benchmarks.harness.run import run_suite, run_suites
+from benchmarks.harness.run import as_document, run_suite, run_suites
 from benchmarks.harness.suite import Options
 
 ALONE = Measurement({"tier": "fs", "measure": "p99"}, "ms", Better.LOWER, {OURS: (2.0,)}, Bar(None, 1.0))
@@ -21,7 +21,7 @@ def test_the_table_has_a_line_each_and_notes_below_it(monkeypatch: pytest.Monkey
     suite = install_suite(monkeypatch, yielding([FAST, SLOW], "a peer is not installed"))
     out = io.StringIO()
 
-    assert run_suite(suite, out=out) == [FAST, SLOW]
+    assert run_suite(suite, out=out)["measurements"] == [as_document(FAST), as_document(SLOW)]
 
     title, head, *lines, note = out.getvalue().splitlines()
     assert title == "fake: what fake measures"

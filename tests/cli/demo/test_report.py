@@ -1,10 +1,12 @@
 """Totals follow from turns, and one wrong answer anywhere makes the tokens not identical."""
 
 import json
+from pathlib import Path
 
 import pytest
 from tests.cli.demo.served import served_turn, small_report
 
+from kvtier.cli.demo.command import publish
 from kvtier.cli.demo.report import compare, to_json
 
 
@@ -24,6 +26,16 @@ def test_later_turns_leave_out_each_conversations_first() -> None:
 
 def test_the_restart_counts_what_came_from_the_tier() -> None:
     assert small_report().restart_ratio == pytest.approx(0.9)
+
+
+def test_a_dash_prints_the_numbers_on_stdout_and_the_table_on_stderr(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    publish(small_report(), Path("-"), None)
+
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == json.loads(json.dumps(to_json(small_report())))
+    assert "fs" in printed.err
 
 
 def test_one_other_answer_makes_the_tokens_not_identical() -> None:

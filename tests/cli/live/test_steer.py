@@ -13,6 +13,7 @@ from tests.observe.controlled import GUARD_S, Engine
 from kvtier.cli.live.steer import purge_living, read_token_ids
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.errors import ConfigError
+from kvtier.observe.control_client import EngineConnection
 
 PROMPT = list(range(17))
 
@@ -186,3 +187,15 @@ def test_a_text_is_tokenized_by_the_models_own_tokenizer(tmp_path: Path) -> None
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="cannot be used"):
         read_token_ids(None, str(tmp_path / "prefix.txt"), tmp_path)
+
+
+def test_a_resumed_audit_is_told_to_programs(
+    run: Run, monkeypatch: pytest.MonkeyPatch, engine: Engine
+) -> None:
+    reply = {"ok": True, "id": "serving", "was_stopped": True}
+    monkeypatch.setattr(EngineConnection, "ask", lambda *_, **__: reply)
+    del engine
+
+    status, out, _ = run("audit", "--resume", "--json")
+
+    assert (status, json.loads(out)) == (0, {"id": "serving", "was_stopped": True})

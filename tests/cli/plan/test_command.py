@@ -168,6 +168,16 @@ def test_the_plan_is_written_as_json_with_its_assumptions(
     assert any("2026: made up" in line for line in written["assumptions"])
 
 
+def test_a_dash_prints_the_plan_as_json_on_stdout_and_the_tables_on_stderr(
+    trace: Path, config: Path, prices: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(trace, config, "--prices", str(prices), "--hit-ratio", "0.4", "--json", "-") == 0
+
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["is_reached"] is True
+    assert "buy host " in printed.err
+
+
 def test_the_same_command_prints_the_same(
     trace: Path, config: Path, prices: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,7 +205,7 @@ def test_tables_fit_a_terminal_of_eighty_columns_and_no_word_is_broken(
     trace: Path, config: Path, prices: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     console = Console(width=80, file=io.StringIO(), record=True, force_terminal=True)
-    monkeypatch.setattr(command, "make_console", lambda: console)
+    monkeypatch.setattr(command, "make_console", lambda **_: console)
 
     assert run(trace, config, "--prices", str(prices), "--hit-ratio", "0.4", "--ttft-p90", "4s") == 0
 

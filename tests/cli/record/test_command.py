@@ -55,6 +55,37 @@ def test_an_engine_that_knows_nothing_of_it_is_recorded(out: Path, capfd: pytest
     assert stat.S_IMODE(out.stat().st_mode) == 0o600
 
 
+def test_with_json_stdout_has_the_files_alone(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    ended = f"{ENGINE}\nsys.exit(3)"
+
+    assert run(str(out), "--json", "--", *PYTHON, ended, "2") == 3
+
+    printed = capfd.readouterr()
+    common = {"block_tokens": 4, "has_end": True, "is_full": False, "dropped": 0}
+    second = out.with_suffix(".2.jsonl")
+    assert json.loads(printed.out) == {
+        "status": 3,
+        "files": [
+            {"path": str(out), "requests": 5, **common},
+            {"path": str(second), "requests": 6, **common},
+        ],
+    }
+    assert "the engine's own output" in printed.err
+    assert f"kvtier: 5 requests are in {out}" in printed.err
+
+
+def test_with_json_nothing_recorded_and_a_damaged_file_are_told(
+    out: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(str(out), "--json", "--", "true") == 1
+    assert json.loads(capfd.readouterr().out) == {"status": 1, "files": []}
+
+    assert run(str(out), "--json", "--", *PYTHON, BROKEN.format("{}\n")) == 1
+    (file,) = json.loads(capfd.readouterr().out)["files"]
+    assert file["path"] == str(out)
+    assert str(out) in file["error"]
+
+
 def test_what_was_recorded_can_be_simulated(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(str(out), "--", *PYTHON, ENGINE, "1") == 0
 

@@ -54,6 +54,18 @@ def test_a_publisher_is_heard_and_the_log_is_one_that_the_simulator_reads(
     assert f"kvtier simulate {out}" in printed
 
 
+def test_with_json_stdout_has_the_counts_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "events.jsonl"
+    with publishing() as endpoint:
+        assert main(["record", str(out), "--kv-events", endpoint, "--batches", "20", "--json"]) == 0
+
+    found = json.loads(capfd.readouterr().out)
+    (file,) = found["files"]
+    assert found["status"] == 0
+    assert (file["path"], file["batches"], file["stored_blocks"]) == (str(out), 20, 40)
+    assert (file["is_full"], file["rank"], file["missing_batches"]) == (False, 0, 0)
+
+
 def test_a_publisher_that_connects_is_heard_by_one_that_listens(tmp_path: Path) -> None:
     out = tmp_path / "events.jsonl"
     endpoint = free_endpoint()

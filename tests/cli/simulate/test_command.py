@@ -53,6 +53,18 @@ def test_hits_times_and_traffic_are_printed(trace: Path, capsys: pytest.CaptureF
     assert "9/9" in printed.err
 
 
+def test_a_dash_prints_the_numbers_on_stdout_and_the_tables_on_stderr(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(trace, "--json", "-") == 0
+
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["verdict"]
+    assert "would not help" in printed.err
+    assert not Path("-").exists()
+
+
 def test_the_verdict_is_the_first_line(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(trace) == 0
     assert capsys.readouterr().out.startswith(

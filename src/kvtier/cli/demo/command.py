@@ -30,7 +30,7 @@ from kvtier.cli.demo.report import Report, to_json
 from kvtier.cli.demo.signals import ended_like_interrupted
 from kvtier.cli.demo.table import print_report, write_plot
 from kvtier.cli.demo.trace import TraceShape, plan_trace, read_trace
-from kvtier.cli.output import require_plot
+from kvtier.cli.output import STDOUT, print_json, require_plot
 from kvtier.errors import ConfigError
 from kvtier.quantities import parse_bytes
 from kvtier.tiering.factory import check_tier_config
@@ -102,7 +102,7 @@ def demo(
     directory: Annotated[
         Path | None, typer.Option("--dir", help="The tier's directory; default: one removed at the end.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers as JSON.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write JSON; - is stdout.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw time to first token per turn.")] = None,
 ) -> None:
     """Serve a multi-turn workload with a device pool that is too small for it, with kvtier and without.
@@ -145,8 +145,10 @@ def publish(report: Report, json_file: Path | None, plot_file: Path | None) -> N
     Raises:
         ConfigError: a file cannot be written.
     """
-    print_report(report, Console())
-    if json_file is not None:
+    print_report(report, Console(stderr=json_file == STDOUT))
+    if json_file == STDOUT:
+        print_json(to_json(report))
+    elif json_file is not None:
         try:
             json_file.write_text(json.dumps(to_json(report), indent=1) + "\n")
         except OSError as error:

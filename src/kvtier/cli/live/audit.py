@@ -7,8 +7,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.cli.live.overview import InstanceArgument, JsonOption, format_number, print_json, read_stats
-from kvtier.cli.output import make_console, make_table
+from kvtier.cli.live.overview import InstanceArgument, format_number, read_stats
+from kvtier.cli.output import JsonOption, make_console, make_table, print_json
 from kvtier.errors import ControlError
 from kvtier.observe.audit import describe_saved, explain_audit, read_saved
 from kvtier.observe.control_client import EngineConnection, choose_instance
@@ -35,6 +35,9 @@ def audit(
     if resume:
         with EngineConnection(instance.path) as connection:
             reply = connection.ask("resume", RESUME_TIMEOUT_S)
+        if as_json:
+            print_json({"id": instance.id, "was_stopped": reply["was_stopped"]})
+            return
         said = "hits are loaded again" if reply["was_stopped"] else "loading was not stopped"
         typer.echo(f"{instance.id}: {said}")
         return

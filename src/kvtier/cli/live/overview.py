@@ -1,18 +1,16 @@
 """``kvtier ps``, ``stats`` and ``recent``: which engines run, their numbers, and their last requests."""
 
-import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from kvtier.cli.live.tenants import list_tenants
-from kvtier.cli.output import make_console, make_table
+from kvtier.cli.output import JsonOption, make_console, make_table, print_json
 from kvtier.errors import ControlError
 from kvtier.misses import RequestRecord
 from kvtier.observe.control_client import (
@@ -27,7 +25,6 @@ InstanceArgument = Annotated[
     str | None,
     typer.Argument(metavar="[ID]", help="Instance or process id; not needed where one engine runs."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 NOT_FOUND_STATUS = 1
 
@@ -213,8 +210,3 @@ def format_age(age_s: float) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
-
-
-def print_json(value: object) -> None:
-    """Print a value as JSON for people and programs."""
-    Console(soft_wrap=True, highlight=False, markup=False).print(json.dumps(value, indent=2), soft_wrap=True)

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtier.cli.live.overview import InstanceArgument, JsonOption, print_json
+from kvtier.cli.live.overview import InstanceArgument
+from kvtier.cli.output import JsonOption, print_json
 from kvtier.errors import ConfigError, MissingExtraError, shorten
 from kvtier.input_files import is_dir, is_file, read_text_file
 from kvtier.observe.control_client import EngineConnection, Instance, choose_instance

@@ -16,16 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier.cli.live.audit import describe_blocks
-from kvtier.cli.live.overview import (
-    InstanceArgument,
-    JsonOption,
-    format_age,
-    format_number,
-    list_tiers,
-    print_json,
-)
+from kvtier.cli.live.overview import InstanceArgument, format_age, format_number, list_tiers
 from kvtier.cli.live.tenants import TenantState, draw_tenants, list_tenants
-from kvtier.cli.output import make_console
+from kvtier.cli.output import JsonOption, make_console, print_json
 from kvtier.misses import MISSED_TOKENS
 from kvtier.observe.audit import describe_saved, read_saved
 from kvtier.observe.control_client import EngineConnection, Instance, choose_instance

@@ -100,7 +100,7 @@ def plan(
     outputs.check_writable()
     found = run_plan(request, Console(stderr=True))
     run = PlanRun(request, found, trace_name, command_line(context, "plan"), is_rate_derived=prefill is None)
-    print_plan(run, make_console())
+    print_plan(run, make_console(is_stderr=outputs.are_numbers_printed))
     outputs.write(run.to_json, partial(make_page, run))
     if found.is_reached is False:
         raise typer.Exit(GOAL_MISSED_STATUS)

@@ -60,12 +60,13 @@ class ForwardedSignals:
             self._process.send_signal(number)
 
 
-def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
+def run_command(command: Sequence[str], environment: Mapping[str, str], stdout: int | None = None) -> int:
     """Run ``command`` until it ends and return its exit status, as a shell would.
 
     Args:
         command: the program and its arguments.
         environment: its environment variables.
+        stdout: the descriptor that its output goes to; None: this process's stdout.
 
     Raises:
         ConfigError: it cannot be started.
@@ -77,6 +78,7 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
             process = subprocess.Popen(  # noqa: S603 - the user's own command
                 command,
                 env=environment,
+                stdout=stdout,
                 preexec_fn=_make_parent_death_hook(),  # noqa: PLW1509
             )
         except OSError as error:

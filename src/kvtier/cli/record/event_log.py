@@ -8,7 +8,7 @@ Source: ``vllm/distributed/kv_events.py``, versions 0.28 to 0.32.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgspec
@@ -71,6 +71,10 @@ class EventCounts:
     num_skipped_events: int = 0
     first_sequence: int | None = None
     rank: int | None = None
+
+    def to_json(self) -> dict[str, int | None]:
+        """Return the counts for programs."""
+        return {name.removeprefix("num_"): count for name, count in asdict(self).items()}
 
 
 class KVEventLog:

@@ -106,7 +106,7 @@ def check_jobs(num_processes: int) -> None:
 
 def show(comparison: Comparison, outputs: Outputs, progress: Console) -> None:
     """Print a comparison and write its files."""
-    print_comparison(comparison, make_console())
+    print_comparison(comparison, make_console(is_stderr=outputs.are_numbers_printed))
     with progress.status("writing"):
         outputs.write(partial(to_json, comparison), partial(make_page, comparison))
 

@@ -140,7 +140,7 @@ Decode = Annotated[float, typer.Option(help="Tokens per second of each answer.")
 MaxRunning = Annotated[int, typer.Option(help="Requests that run at the same time.")]
 
 Jobs = Annotated[int, typer.Option(help="Simulations at the same time, each in its own process.")]
-JSONFile = Annotated[Path | None, typer.Option("--json", help="Write the numbers as JSON.")]
+JSONFile = Annotated[Path | None, typer.Option("--json", help="Write the numbers as JSON; - is stdout.")]
 HTMLFile = Annotated[
     Path | None, typer.Option("--html", help="Write a page with tables and plots, viewable offline.")
 ]
