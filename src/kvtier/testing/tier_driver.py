@@ -32,7 +32,7 @@ def make_rows(num_rows: int = NUM_ROWS, row_bytes: int = ROW_BYTES) -> memoryvie
     return raw[start : start + num_rows * row_bytes].reshape(num_rows, row_bytes).data
 
 
-FIRST_STATE = 2**200
+FIRST_STATE = 2**256
 """Numbers from here on are recurrent states: blocks of KV group 1."""
 
 
