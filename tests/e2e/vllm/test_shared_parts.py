@@ -139,6 +139,14 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_deepseek(tmp_path_factory.mktemp("deepseek") / "model"))
 
 
+@pytest.fixture(scope="module")
+def latents_of_the_device(deepseek: str) -> tuple[list[Answer], list[Answer]]:
+    """Return the answers without kvtier: computed, then behind what the device holds."""
+    with EngineProcess(with_latents(deepseek, None, **TWO_WORKERS)) as engine:
+        computed = engine.call("generate_in_turn", LATENT_PROMPTS, GREEDY)
+        return computed, engine.call("generate_in_turn", LATENT_PROMPTS, GREEDY)
+
+
 def with_latents(
     model: str, settings: dict[str, Any] | None, **arguments: Any
 ) -> EngineOptions:  # Any: vLLM's own
@@ -155,12 +163,14 @@ def with_latents(
 
 @pytest.mark.parametrize("has_tiers", [False, True])
 def test_latents_are_kept_once_and_answer_as_those_of_the_device_do(
-    deepseek: str, tmp_path: Path, *, has_tiers: bool
+    deepseek: str,
+    latents_of_the_device: tuple[list[Answer], list[Answer]],
+    tmp_path: Path,
+    *,
+    has_tiers: bool,
 ) -> None:
+    computed, from_device = latents_of_the_device
     settings = settings_with(tmp_path / "blocks") if has_tiers else HOST_ONLY
-    with EngineProcess(with_latents(deepseek, None, **TWO_WORKERS)) as engine:
-        computed = engine.call("generate_in_turn", LATENT_PROMPTS, GREEDY)
-        from_device = engine.call("generate_in_turn", LATENT_PROMPTS, GREEDY)
     with EngineProcess(with_latents(deepseek, settings, **TWO_WORKERS)) as engine:
         first = engine.call("generate_in_turn", LATENT_PROMPTS, GREEDY)
         engine.call("settle")
