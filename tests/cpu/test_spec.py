@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -114,6 +115,19 @@ def test_missing_memory_is_refused_naming_the_setting_and_an_example() -> None:
 def test_memory_below_one_block_is_refused_naming_the_size_of_one() -> None:
     with pytest.raises(ConfigError, match=r"cpu_bytes_to_use=3999.*at least 4000 bytes"):
         CPUOffloadingSpec(config_of(world_size=4, cpu_bytes_to_use=3999))
+
+
+def test_more_memory_than_the_machine_has_is_refused_before_its_table_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 1 kB\n")
+    monkeypatch.setattr(CPUOffloadingSpec, "system_root", tmp_path)
+    with pytest.raises(ConfigError, match=r'cpu_bytes_to_use=2000: this machine has 1024 bytes.*"auto"'):
+        CPUOffloadingSpec(config_of(cpu_bytes_to_use=2000)).get_manager()
+    CPUOffloadingSpec(config_of(cpu_bytes_to_use=1000)).get_manager().shutdown()
+    elsewhere = replace(config_of(cpu_bytes_to_use=2000), has_local_workers=False)
+    CPUOffloadingSpec(elsewhere).get_manager().shutdown()
 
 
 def test_settings_reach_the_spec_by_name() -> None:

@@ -35,7 +35,7 @@ from kvtier.cpu.region_file import SHARED_MEMORY_DIRECTORY, RegionIdentity
 from kvtier.cpu.row_layout import check_page_sizes, plan_layout
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion, plan_row_stride
 from kvtier.errors import ConfigError, RegionError, RegionMemoryError, shorten
-from kvtier.limits import find_mount_size
+from kvtier.limits import find_memory_size, find_mount_size
 from kvtier.namespace import make_namespace
 from kvtier.tenants import Tenants, make_tenants
 
@@ -140,6 +140,7 @@ class CPUOffloadingSpec(OffloadingSpec):
     def make_manager(self) -> OffloadingManager:
         """Build the scheduler side, with a region where there is one."""
         if not self.has_region:
+            self._require_memory()
             return self.build_manager(None)
         remove_dead_regions()
         region = self.make_region(rank=None)
@@ -266,6 +267,16 @@ class CPUOffloadingSpec(OffloadingSpec):
                 mount.num_bytes if mount else 0,
             )
         return has_room
+
+    def _require_memory(self) -> None:
+        """Refuse private rows that this machine could never hold; making their table would take for ever."""
+        memory, wanted = find_memory_size(self.system_root), self.row_stride * self.num_blocks
+        if self.config.has_local_workers and memory is not None and wanted > memory.num_bytes:
+            remedy = (
+                f"this machine has {memory.num_bytes} bytes of memory ({memory.source}): give less, or "
+                '"auto" for what it can spare'
+            )
+            raise ConfigError("cpu_bytes_to_use", wanted, remedy)
 
     @property
     def _mount(self) -> Path:

@@ -125,6 +125,11 @@ def test_several_prompts_are_refused_by_the_engine_and_by_a_cache(
             refuse()
 
 
+def test_an_iterator_of_ids_is_a_sequence_of_them() -> None:
+    assert read_token_ids(iter([1, 2]), VOCABULARY) == [1, 2]  # type: ignore[arg-type]  # what users give
+    assert read_token_ids((token_id for token_id in [3, 4]), VOCABULARY) == [3, 4]  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -141,6 +146,7 @@ def test_several_prompts_are_refused_by_the_engine_and_by_a_cache(
         (torch.rand(8750), "every id must be a whole number"),
         (torch.zeros(1, 2, 3), r"\(1, 2, 3\)"),
         ([], "at least one token"),
+        (iter([]), "at least one token"),
         (torch.zeros(1, 0, dtype=torch.long), "at least one token"),
         ({"ids": [5]}, "dict with ids.*neither input_ids nor sequences"),
         ({}, "dict with nothing"),

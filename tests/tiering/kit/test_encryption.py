@@ -111,6 +111,21 @@ def test_a_block_of_another_name_length_or_namespace_is_no_hit(path: Path) -> No
     assert other.open(header, payload, KEY, memoryview(bytearray(8192))) is HeaderCheck.OTHER_KEY
 
 
+def test_a_mounted_ring_is_read_again_when_its_link_leads_elsewhere(path: Path, tmp_path: Path) -> None:
+    now_s = 0.0
+    mounted, data = tmp_path / "mounted.json", tmp_path / "..data"
+    (tmp_path / "new").mkdir()
+    write_ring(tmp_path / "new" / path.name, add_entry(read_ring(path), None, 2.0))
+    data.symlink_to(path.parent)
+    mounted.symlink_to(f"..data/{path.name}")
+    ring = LivingRing(mounted, lambda: now_s)
+    data.unlink()
+    data.symlink_to("new")
+    now_s = 2 * CHECK_S
+    ring.refresh()
+    assert ring.ring == read_ring(tmp_path / "new" / path.name)
+
+
 def test_a_plain_block_is_refused(path: Path) -> None:
     block_format = open_format(path)
     for key in (KEY, OffloadKey(block_format.name(KEY))):

@@ -13,6 +13,7 @@ from kvtier.tiering.kit.key_ring import (
     add_entry,
     drop_tenant,
     format_ring,
+    locked,
     make_ring,
     read_ring,
     write_ring,
@@ -94,15 +95,53 @@ def test_a_ring_of_another_user_is_refused(path: Path) -> None:
         read_ring(path)
 
 
-def test_a_missing_ring_a_folder_and_a_link_are_refused(path: Path) -> None:
+def test_a_missing_ring_a_folder_and_a_link_in_a_circle_are_refused(path: Path) -> None:
     with pytest.raises(ConfigError, match="kvtier keys create"):
         read_ring(path.with_name("none"))
     with pytest.raises(ConfigError, match="no regular file"):
         read_ring(path.parent)
     link = path.with_name("link")
-    link.symlink_to(path)
+    link.symlink_to(link)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_ring(link)
+    with pytest.raises(ConfigError, match="ring"):
+        write_ring(link, make_ring())
+
+
+def mount_as_secret(ring: Path) -> Path:
+    """Return the path of a ring that is mounted as Kubernetes mounts secrets: a link through the link ``..data``."""
+    mount = ring.parent / "mount"
+    (mount / "..2026").mkdir(parents=True)
+    ring.rename(mount / "..2026" / ring.name)
+    (mount / "..data").symlink_to("..2026")
+    (mount / ring.name).symlink_to(f"..data/{ring.name}")
+    return mount / ring.name
+
+
+def test_a_ring_behind_links_is_read_and_changed_where_it_lies(path: Path) -> None:
+    before, mounted = read_ring(path), mount_as_secret(path)
+    assert read_ring(mounted) == before
+    changed = add_entry(before, None, NOW_S)
+    with locked(mounted):
+        write_ring(mounted, changed)
+    assert mounted.is_symlink()
+    assert read_ring(mounted) == read_ring(mounted.parent / "..2026" / path.name) == changed
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o444])
+def test_an_open_mode_behind_links_is_refused(path: Path, mode: int) -> None:
+    mounted = mount_as_secret(path)
+    mounted.chmod(mode)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        read_ring(mounted)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only the superuser can give a file away")
+def test_a_link_to_a_ring_of_another_user_is_refused(path: Path) -> None:
+    mounted = mount_as_secret(path)
+    os.chown(mounted, 12345, -1)
+    with pytest.raises(ConfigError, match="belongs to user 12345"):
+        read_ring(mounted)
 
 
 def test_a_fifo_in_place_of_a_ring_does_not_hang(tmp_path: Path) -> None:

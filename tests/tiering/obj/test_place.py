@@ -190,6 +190,14 @@ def test_a_directory_that_is_not_there_is_refused_and_not_made(tmp_path: Path) -
     assert not (tmp_path / "missing").exists()
 
 
+@pytest.mark.parametrize("below", ["", "/folder"])
+def test_a_file_in_place_of_the_directory_is_said(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    (finding,) = probe_obj_place({"url": f"file://{tmp_path}/file{below}"})
+    assert not finding.is_good
+    assert f"{tmp_path}/file is no directory" in finding.text
+
+
 @pytest.mark.parametrize("url", ["memory://", "https://example.org"])
 def test_what_cannot_be_seen_from_outside_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="PLACE"):

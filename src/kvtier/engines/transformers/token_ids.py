@@ -3,7 +3,7 @@
 An error shows the shape of several sequences, and the type of other values: a prompt has tens of thousands of ids.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, TypeAlias
 
@@ -51,7 +51,7 @@ def read_token_ids(token_ids: TokenIds, vocabulary_size: int) -> list[int]:
     given = _take_ids(token_ids) if isinstance(token_ids, Mapping) else token_ids
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
         raise ConfigError(SETTING, type(given), f"is not a sequence of ids: {ACCEPTED}")
-    values = _flatten(given)
+    values = _flatten(list(given) if isinstance(given, Iterator) else given)
     if not values:
         raise ConfigError(SETTING, values, "give at least one token")
     ids = [int(value) for value in values if isinstance(value, Integral) and is_whole(value)]

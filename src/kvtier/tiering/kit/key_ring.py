@@ -213,12 +213,13 @@ def read_ring_and_stamp(path: Path) -> tuple[KeyRing, Stamp]:
     """
     where = str(path)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         raise _wrong(where, "does not exist: make it with `kvtier keys create`") from None
     except OSError as error:
         raise _wrong(where, f"cannot be read ({error.strerror}): give a file of this user") from None
     try:
+        # Secrets are mounted as links. What counts is whose the file is in the end, and who may read it.
         status = os.fstat(fd)
         _require_private(status, where)
         data = b"".join(iter(lambda: os.read(fd, 2**20), b""))
@@ -242,13 +243,15 @@ def write_ring(path: Path, ring: KeyRing, *, is_new: bool = False) -> None:
     """Replace the file of a ring whole; after a crash there is the old one or the new one.
 
     Args:
-        path: the file; its folder exists.
+        path: the file; its folder exists. Of a link, the file that it leads to is replaced.
         ring: what it is to hold.
         is_new: whether a file that is there is left alone.
 
     Raises:
         ConfigError: it is there already, or the system refused.
     """
+    if not is_new:
+        path = _follow(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
@@ -279,7 +282,7 @@ def locked(path: Path) -> Iterator[None]:
         ConfigError: the folder cannot be opened.
     """
     try:
-        fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = os.open(_follow(path).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise _wrong(str(path), f"its folder cannot be opened: {error.strerror}") from None
     try:
@@ -287,6 +290,18 @@ def locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+def _follow(path: Path) -> Path:
+    """Return the file that ``path`` leads to.
+
+    Raises:
+        ConfigError: its links lead in a circle.
+    """
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError):  # RuntimeError: Python before 3.13 names a circle so
+        raise _wrong(str(path), "is a link that leads in a circle: give the file of a key ring") from None
 
 
 def _sync_folder(folder: Path) -> None:

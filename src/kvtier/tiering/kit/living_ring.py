@@ -1,7 +1,6 @@
 """The key ring of a living engine: read at the start, and again whenever its file has changed."""
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -58,7 +57,7 @@ class LivingRing:
 
     def _find_stamp(self) -> Stamp | None:
         try:
-            return stamp_of(os.lstat(self._path))
+            return stamp_of(self._path.stat())
         except OSError:
             return None
 

@@ -4,6 +4,7 @@ An object is created once and never written over, so what is read twice and is d
 the time of their writing, none of their use.
 """
 
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -198,12 +199,20 @@ def probe_obj_place(own: Mapping[str, object]) -> list[TierFinding]:
     settings = parse_settings(ObjSettings, own, f"tier {TIER_TYPE!r}")
     target = settings.target
     if target.service is Service.FILE and not Path(target.bucket).is_dir():
-        return [TierFinding(is_good=True, text=f"{settings.url} will be made", is_note=True)]
+        return [_probe_missing_folder(settings.url, Path(target.bucket))]
     try:
         Client(settings).require_bucket(_probe_path(settings))
     except TierError as error:
         return [TierFinding(is_good=False, text=str(error))]
     return [TierFinding(is_good=True, text=f"{settings.url} answers and may be read")]
+
+
+def _probe_missing_folder(url: str, folder: Path) -> TierFinding:
+    """Return whether ``folder``, which is no directory, could be made."""
+    existing = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
+    if not existing.is_dir():
+        return TierFinding(is_good=False, text=f"{url}: {existing} is no directory: give another place")
+    return TierFinding(is_good=True, text=f"{url} will be made", is_note=True)
 
 
 def _probe_path(settings: ObjSettings) -> str:
