@@ -24,8 +24,16 @@ from kvtier.observe.control_client import (
     list_sockets,
     read_records,
 )
+from kvtier.observe.control_wire import encode
 
 PROMPT = list(range(17))
+
+
+def answer_once(listener: socket.socket, reply: dict[str, object]) -> None:
+    listener.settimeout(GUARD_S)
+    with listener.accept()[0] as client:
+        client.recv(4096)
+        client.sendall(encode(reply))
 
 
 def record(number: int) -> RequestRecord:
@@ -187,6 +195,20 @@ def test_dead_sockets_are_removed_and_files_that_are_none_stay(
     assert not dead_path.exists()
     assert (folder / "file.sock").exists()
     assert list_sockets([folder, folder / "missing"]) == [engine.path]
+
+
+@pytest.mark.parametrize("lie", [{"pid": "none"}, {"pid": None}, {"id": ["a"]}])
+def test_a_process_that_does_not_answer_as_an_engine_hides_no_other(
+    make_controlled: MakeControlled, folder: Path, lie: dict[str, object]
+) -> None:
+    engine = make_controlled("alive")
+    with socket.socket(socket.AF_UNIX) as liar:
+        liar.bind(str(folder / "liar.sock"))
+        liar.listen()
+        lying = Background(lambda: answer_once(liar, {"ok": True, **lie}))
+
+        assert [one.path for one in find_instances([folder])] == [engine.path]
+        lying.join()
 
 
 def test_a_process_that_accepts_and_says_nothing_is_left_out(

@@ -146,7 +146,7 @@ def list_sockets(folders: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for folder in folders:
         with suppress(OSError):
-            found += [path for path in sorted(folder.glob(f"*{SUFFIX}")) if _is_own_socket(path)]
+            found += filter(_is_own_socket, sorted(folder.glob(f"*{SUFFIX}")))
     return found
 
 
@@ -155,13 +155,16 @@ def find_instances(folders: Sequence[Path] | None = None, timeout_s: float = HEL
 
     Args:
         folders: where to look; None: every folder that an engine may choose.
-        timeout_s: seconds that each engine has to say who it is; one that does not is left out.
+        timeout_s: seconds that each engine has to say who it is; one that does not, or not as an
+            engine does, is left out.
     """
     found = []
     for path in list_sockets(list_runtime_folders() if folders is None else folders):
         try:
             with EngineConnection(path, timeout_s) as connection:
-                found.append(Instance(path, connection.ask("hello", timeout_s)))
+                reply = connection.ask("hello", timeout_s)
+            if isinstance(reply.get("id", ""), str) and isinstance(reply.get("pid", 0), int):
+                found.append(Instance(path, reply))
         except ControlError:
             _remove_if_dead(path)
     return found
@@ -213,7 +216,10 @@ def read_records(path: Path, num_records: int, timeout_s: float = HELLO_S) -> li
 
 
 def _is_own_socket(path: Path) -> bool:
-    found = path.lstat()
+    try:
+        found = path.lstat()
+    except OSError:  # Its process has just removed it.
+        return False
     return stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid()
 
 
