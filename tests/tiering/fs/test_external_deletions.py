@@ -147,6 +147,20 @@ def require_works(driver: TierDriver, root: Path, numbers: list[int]) -> None:
         require_true_count(driver, root)
 
 
+def hand_driven_store(root: Path, calls: SystemCalls) -> tuple[FSBlockStore, Evictor]:
+    """Return a store with room for four times ``BLOCKS``, and its evictor, whose thread has not been started."""
+    rows = make_rows()
+    num_blocks = 4 * len(BLOCKS)
+    settings = FSSettings(root_dir=root, capacity_bytes=num_blocks * BLOCK_BYTES, direct_io=False)
+    directory = open_directory(settings, rows, calls, ManualClock(), ManualClock())
+    begun = directory.usage.begin_recount()
+    assert begun is not None
+    directory.usage.end_recount(0, begun)
+    recycled = RecycledFiles(directory.files, directory.file_mode, directory.block_bytes)
+    evictor = Evictor(directory, recycled)
+    return FSBlockStore(directory, rows_of(rows), evictor, recycled, num_blocks, emit_events=False), evictor
+
+
 def lines_about_removal(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return what was said at WARNING or above."""
     return [record.getMessage() for record in caplog.records if record.levelname not in ("DEBUG", "INFO")]
@@ -328,6 +342,20 @@ def test_a_folder_that_another_thread_makes_first_was_not_removed(
     assert lines_about_removal(caplog) == []
 
 
+def test_what_was_stored_between_a_removal_and_its_discovery_is_found(root: Path) -> None:
+    removed, stored = ([key_of(number) for number in numbers] for numbers in (BLOCKS, OTHERS))
+    store, evictor = hand_driven_store(root, SystemCalls())
+    namespace = store.open_namespace(Namespace("{}", bytes(32)), is_new=True)
+    evictor.deletions.begin()
+    store.store(namespace, removed, range(len(removed)))
+    evictor.deletions.check()
+    shutil.rmtree(namespace.path)
+    store.store(namespace, stored, range(len(stored)))
+
+    assert evictor.deletions.check()
+    assert [key for key in removed + stored if key in namespace.index] == stored
+
+
 def test_a_recount_during_a_store_is_repeated_when_blocks_of_the_store_were_removed(root: Path) -> None:
     keys = [key_of(number) for number in BLOCKS]
 
@@ -338,16 +366,8 @@ def test_a_recount_during_a_store_is_repeated_when_blocks_of_the_store_were_remo
             deletions.on_deleted(str(root))
             assert deletions.claim_recount()  # the evictor makes it before the store is counted
 
-    rows = make_rows()
-    settings = FSSettings(root_dir=root, capacity_bytes=len(BLOCKS) * BLOCK_BYTES, direct_io=False)
-    directory = open_directory(settings, rows, SystemCalls(link=link), ManualClock(), ManualClock())
-    begun = directory.usage.begin_recount()
-    assert begun is not None
-    directory.usage.end_recount(0, begun)
-    recycled = RecycledFiles(directory.files, directory.file_mode, directory.block_bytes)
-    evictor = Evictor(directory, recycled)
+    store, evictor = hand_driven_store(root, SystemCalls(link=link))
     deletions = evictor.deletions
-    store = FSBlockStore(directory, rows_of(rows), evictor, recycled, len(BLOCKS), emit_events=False)
     namespace = store.open_namespace(Namespace("{}", bytes(32)), is_new=True)
 
     store.store(namespace, keys, range(len(keys)))

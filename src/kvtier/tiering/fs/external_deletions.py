@@ -107,7 +107,7 @@ class ExternalDeletions:
         if not deleted.is_count_wrong:
             return False
         if deleted.has_namespace:
-            namespace.index.forget_prefix()
+            namespace.forget_missing()
             namespace.forget_folders()
         self._recycled.drop_missing()
         self.on_deleted(deleted.paths[0] if deleted.paths else None)

@@ -107,6 +107,18 @@ class FSNamespace:
         """Return what all names begin with whose blocks are in the same folder as that of ``key``."""
         return self.format.name(key)[:1]
 
+    def forget_missing(self, prefix: bytes = b"") -> int:
+        """Forget the blocks whose names begin with ``prefix`` and whose files are gone; return their number. Blocks.
+
+        What was stored since the removal stays. So the files are looked at last: whatever is stored after that look is
+        added by its own store.
+        """
+        known = self.index.find_prefix(prefix, self.format.name)
+        self.index.forget(known)
+        there = [key for key in known if os.access(self.block_path(key), os.F_OK)]
+        self.index.add(there)
+        return len(known) - len(there)
+
     def forget_folders(self) -> None:
         """Forget what is known of the folders: another program has deleted or replaced some."""
         self.known_folders.clear()

@@ -187,8 +187,8 @@ class FSBlockStore(BlockStore[FSNamespace]):
             self.losses.report(keys, Loss.REMOVED)  # the failed reads have taken them out of the index
             namespace.unlinked_folders.discard(prefix)
             namespace.synced_folders.discard(prefix)
-            is_any_left = namespace.index.forget_prefix(prefix, namespace.format.name) > 0
-            self._evictor.deletions.on_deleted(folder if is_any_left else None)
+            has_lost_any = namespace.forget_missing(prefix) > 0
+            self._evictor.deletions.on_deleted(folder if has_lost_any else None)
 
     def drop(self, namespace: FSNamespace, keys: Sequence[OffloadKey]) -> None:
         for key in keys:
