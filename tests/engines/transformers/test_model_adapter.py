@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,11 +16,12 @@ from transformers import (
     T5ForConditionalGeneration,
     cache_utils,
 )
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, LinearAttentionLayer
 
-from kvtier.engines.transformers import model_adapter
-from kvtier.engines.transformers.model_adapter import ModelAdapter
+from kvtier.engines.transformers import model_adapter, sequence_cache
+from kvtier.engines.transformers.model_adapter import EMPTY_LAYER_NAMES, ModelAdapter
 from kvtier.engines.transformers.tiny_models import build_tiny_model
+from kvtier.engines.transformers.trial import Outcome, try_model
 from kvtier.errors import ModelError
 
 
@@ -44,6 +46,21 @@ def test_a_release_of_transformers_without_empty_layers_can_be_imported(
 
     assert anew.EMPTY_LAYER_TYPES == ()
     assert None not in anew.SERVED_LAYER_TYPES
+
+
+def test_layers_that_keep_nothing_are_served_by_a_release_without_empty_layers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """transformers 5.19 gives a layer of an MLP or of experts a cache for states that stays empty."""
+    monkeypatch.setitem(cache_utils.DYNAMIC_LAYER_TYPE_MAPPING, "dummy", LinearAttentionLayer)
+    monkeypatch.setattr(model_adapter, "EMPTY_LAYER_TYPES", ())
+    monkeypatch.setattr(sequence_cache, "EmptyLayer", LinearAttentionLayer)
+    model = build_tiny_model("nemotron_h")
+    assert EMPTY_LAYER_NAMES & set(model.config.layer_types)
+
+    trial = try_model(model, tmp_path, block_size_tokens=8, state_interval_tokens=16)
+
+    assert (trial.outcome, trial.reason) == (Outcome.SERVED, "")
 
 
 def make_t5() -> PreTrainedModel:

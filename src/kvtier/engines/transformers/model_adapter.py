@@ -35,6 +35,12 @@ EMPTY_LAYER_TYPES: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "
 """Layers of a cache that hold nothing. transformers 5.19 has no such class, 5.23 has (23 November 2026); vLLM's
 environments may have either."""
 
+EmptyLayer: type = (*EMPTY_LAYER_TYPES, LinearAttentionLayer)[0]
+"""What stands in a cache for a layer that keeps nothing."""
+
+EMPTY_LAYER_NAMES = frozenset({"mlp", "moe"})
+"""Layers of a configuration that keep nothing. transformers 5.19 gives them a layer for states that stays empty."""
+
 SERVED_LAYER_TYPES = (
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -333,7 +339,7 @@ def _read_shape(model: PreTrainedModel, cache: DynamicCache) -> KVShape:
             layers.append(LayerShape(name, *sizes))
         if isinstance(layer, LinearAttentionLayer):
             states += _read_states(name, layer)
-        if len(layers) + len(states) == found and not isinstance(layer, EMPTY_LAYER_TYPES):
+        if len(layers) + len(states) == found and not _keeps_nothing(model, index, layer):
             raise ModelError(
                 f"{type(model).__name__} left its KV cache empty in layer {index} ({type(layer).__name__}): it does "
                 "not use one there, or keeps its state elsewhere"
@@ -349,6 +355,11 @@ def _read_shape(model: PreTrainedModel, cache: DynamicCache) -> KVShape:
     # Elements of eight bytes before those of four and two: so each state is aligned without a gap between two.
     states.sort(key=lambda state: -state.dtype.itemsize)
     return KVShape(tuple(layers), dtype, device, tuple(states), len(cache.layers))
+
+
+def _keeps_nothing(model: PreTrainedModel, index: int, layer: object) -> bool:
+    names = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    return isinstance(layer, EMPTY_LAYER_TYPES) or not EMPTY_LAYER_NAMES.isdisjoint(names[index : index + 1])
 
 
 def _read_states(layer_name: str, layer: LinearAttentionLayer) -> list[StateShape]:

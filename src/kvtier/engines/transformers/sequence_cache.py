@@ -12,7 +12,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
 from kvtier.engines.transformers.model_adapter import (
-    EMPTY_LAYER_TYPES,
+    EmptyLayer,
     KVShape,
     LayerShape,
     StateKind,
@@ -313,7 +313,7 @@ def _make_layer(
 ) -> SequenceLayer | StateLayer | CacheLayerMixin:
     if layer is None:
         # The shape says so only where the model's own cache had such a layer.
-        return StateLayer(states, shape.device) if states else EMPTY_LAYER_TYPES[0]()
+        return StateLayer(states, shape.device) if states else EmptyLayer()
     if states:
         return StateAndSequenceLayer(states, layer, shape.dtype, shape.device, capacity_tokens)
     return SequenceLayer(layer, shape.dtype, shape.device, capacity_tokens)
