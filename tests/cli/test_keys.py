@@ -202,6 +202,20 @@ def test_verify_checks_what_it_can_and_with_the_ring_everything(
     assert states["no_key"] + states["whole"] == sum(states.values())
 
 
+@pytest.mark.parametrize("kind", ["fs", "slab"])
+def test_verify_names_blocks_whose_key_id_is_not_in_the_ring(
+    ring: Path, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older = ring.with_name("older.json")
+    write_ring(older, read_ring(ring))
+    assert main(["keys", "rotate"]) == 0
+    fill(kind, tmp_path)
+    capsys.readouterr()
+    assert main(["verify", place_of(kind, tmp_path), "--key-file", str(older), "--json"]) == 0
+    states = json.loads(capsys.readouterr().out)["states"]
+    assert (states["no_key"], states["whole"], states["damaged"]) == (3, 2, 0)
+
+
 def test_verify_finds_a_flipped_bit_with_the_ring_and_a_moved_block_without(
     ring: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
