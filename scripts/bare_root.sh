@@ -9,6 +9,7 @@
 #
 #   KVTIER_BARE_ROOT    keep the root file system in this folder and use it again; the clone in it is new each time
 #   KVTIER_BARE_MIRROR  a mirror of Debian's packages, or a file of apt's sources; this machine's own unless it is set
+#   KVTIER_BARE_OUT     a folder of this machine that the commands find as /srv/out, for what they leave behind
 set -euo pipefail
 
 PACKAGES=python3,python3-venv,make,git,ca-certificates
@@ -66,6 +67,10 @@ enter_root() {
   mount -t sysfs -o ro sysfs "$root/sys"
   mount --rbind /dev "$root/dev"
   mount -t tmpfs tmpfs "$root/dev/shm"
+  if [[ -n ${KVTIER_BARE_OUT:-} ]]; then
+    mkdir -p "$root/srv/out"
+    mount --bind "$KVTIER_BARE_OUT" "$root/srv/out"
+  fi
   local environment=(HOME=/root LANG=C.UTF-8 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin)
   mapfile -t -O "${#environment[@]}" environment < <(env | grep -iE '^(CI|PIP_[A-Z_]+|(http|https|no)_proxy)=' || true)
   for line in "$@"; do

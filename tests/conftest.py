@@ -7,13 +7,16 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import settings
 from tests.leftovers import pytest_runtest_makereport, pytest_runtest_protocol
-from tests.marks import pytest_collection_modifyitems
+from tests.marks import mark_by_fixtures
+from tests.passed import leave_out_passed, pytest_addoption, pytest_configure
 from tests.servers import describe_servers
 
 from kvtier.log_limit import LIMIT
 
 __all__ = [
+    "pytest_addoption",
     "pytest_collection_modifyitems",
+    "pytest_configure",
     "pytest_report_header",
     "pytest_runtest_makereport",
     "pytest_runtest_protocol",
@@ -73,6 +76,12 @@ def own_runtime_folder() -> Iterator[None]:
 def own_log_limit() -> None:
     """Count the repeated log lines of each test for itself."""
     LIMIT.forget()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests by their fixtures, and leave out what another run has passed."""
+    mark_by_fixtures(items)
+    leave_out_passed(config, items)
 
 
 def pytest_report_header() -> str:

@@ -17,7 +17,7 @@ MARKED_FIXTURES: Mapping[str, frozenset[str]] = {
 """By mark, the fixtures that start a real server or read a recorded trace."""
 
 
-def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
+def mark_by_fixtures(items: Iterable[pytest.Item]) -> None:
     """Mark each test that takes such a fixture, be it through another one."""
     for item in items:
         taken = frozenset(getattr(item, "fixturenames", ()))
