@@ -175,6 +175,7 @@ ROWS = (
         "scripts.identity_matrix --only ''", read_identity),
     Row("tenants: blocks, quotas and accounts of others",
         "pytest tests/connector/test_tenants.py tests/cpu/test_tenant_quotas.py "
+        "tests/tiering/fs/test_tenant_quotas.py tests/tiering/slab/test_tenant_quotas.py "
         "tests/engines/transformers/test_tenants.py"),
     Row("a tenant or a place is purged under a living engine",
         f"pytest tests/engines/transformers/test_tenant_purge.py {T}/test_purging.py", recovers=True),

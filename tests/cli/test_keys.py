@@ -202,6 +202,36 @@ def test_verify_checks_what_it_can_and_with_the_ring_everything(
     assert states["no_key"] + states["whole"] == sum(states.values())
 
 
+@pytest.mark.parametrize("kind", ["fs", "slab"])
+def test_verify_names_blocks_whose_key_id_is_not_in_the_ring(
+    ring: Path, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older = ring.with_name("older.json")
+    write_ring(older, read_ring(ring))
+    assert main(["keys", "rotate"]) == 0
+    fill(kind, tmp_path)
+    capsys.readouterr()
+    assert main(["verify", place_of(kind, tmp_path), "--key-file", str(older), "--json"]) == 0
+    states = json.loads(capsys.readouterr().out)["states"]
+    assert (states["no_key"], states["whole"], states["damaged"]) == (3, 2, 0)
+
+
+@pytest.mark.parametrize("kind", ["fs", "slab", "obj"])
+def test_verify_with_another_ring_calls_no_block_damaged_and_deletes_none(
+    ring: Path, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(kind, tmp_path)
+    another = ring.with_name("another.json")
+    assert main(["keys", "create", "--key-file", str(another)]) == 0
+    capsys.readouterr()
+    place = place_of(kind, tmp_path)
+    assert main(["verify", place, "--key-file", str(another), "--delete", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["states"]["no_key"] == sum(found["states"].values()) >= 3
+    assert main(["verify", place, "--key-file", str(ring), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["states"]["whole"] >= 3
+
+
 def test_verify_finds_a_flipped_bit_with_the_ring_and_a_moved_block_without(
     ring: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -123,6 +123,10 @@ class SlowStart:
             self._now_s += 1.0
         return self._now_s
 
+    def advance(self, seconds: float) -> None:
+        """Let time pass."""
+        self._now_s += seconds
+
 
 def test_blocks_that_are_newer_than_the_last_walk_leave_before_those_of_others(
     start: StartTenants, root: Path
@@ -234,22 +238,55 @@ def test_two_processes_know_what_the_other_stores(start: StartTenants, root: Pat
         peer.close()
 
 
+def test_a_process_knows_at_once_what_another_has_stored(start: StartTenants, root: Path) -> None:
+    driver = start({"alice": 2, "bob": None})
+    driver.store_of("bob", range(6))
+    for number in range(6):
+        age(root, "bob", number, 1000)
+    peer = Peer(root, CAPACITY_BLOCKS * BLOCK_BYTES, "--alice-blocks", "2")
+    try:
+        assert peer.call("store_alice", *range(6)) == 6
+        assert len(driver.store_of("bob", [10, 11])) == 2
+        assert count_by_name(held_in(root)) == {"alice": 4, "bob": 8}
+    finally:
+        peer.close()
+
+
 def test_what_a_killed_process_did_not_report_is_found_by_the_next_recount(
     start: StartTenants, root: Path
 ) -> None:
-    peer = Peer(root, CAPACITY_BLOCKS * BLOCK_BYTES, "--alice-blocks", "2")
+    peer = Peer(root, 1000 * BLOCK_BYTES, "--alice-blocks", "2")
     assert peer.call("store_alice", *range(8)) == 8
     peer.kill()
-    driver = start({"alice": 2, "bob": None})
+    driver = start({"alice": 2, "bob": None}, allow_shrink=True)
     driver.poll_until(lambda: table_of(root) == {"alice": 8})
     assert len(driver.store_of("bob", range(7))) == 7
     assert count_by_name(held_in(root)) == {"alice": 5, "bob": 7}
 
 
+def test_which_blocks_another_engine_has_written_is_known_when_a_walk_is_due(
+    start: StartTenants, root: Path
+) -> None:
+    quotas: dict[str, int | None] = {"alice": 2, "bob": 6, "carol": 6}
+    other = start(quotas)
+    other.store_of("bob", range(6))
+    for number in range(6):
+        age(root, "bob", number, 1000)
+    clock = SlowStart()
+    driver = start(quotas, clock=clock)
+    clock.is_starting = False
+    other.store_of("alice", range(6))
+    # That alice is beyond her quota is known, which of the files are hers is not: the oldest leave.
+    driver.store_of("carol", range(2))
+    assert count_by_name(held_in(root)) == {"alice": 6, "bob": 4, "carol": 2}
+    clock.advance(3600.0)
+    driver.store_of("carol", range(2, 4))
+    assert count_by_name(held_in(root)) == {"alice": 4, "bob": 4, "carol": 4}
+
+
 QUOTAS = st.fixed_dictionaries({name: st.none() | st.integers(1, CAPACITY_BLOCKS) for name in NAMES})
-STORES = st.lists(
-    st.tuples(st.sampled_from(NAMES), st.integers(0, 30), st.integers(1, NUM_ROWS // 2)), max_size=25
-)
+STORE = st.tuples(st.sampled_from(NAMES), st.integers(0, 30), st.integers(1, NUM_ROWS // 2))
+STORES = st.lists(STORE, max_size=25)
 
 
 def within(quotas: dict[str, int | None], name: str, num: int) -> bool:
@@ -285,6 +322,33 @@ def test_nobody_within_his_quota_pays_for_one_beyond_it(
         assert driver.tier.shutdown(HANG_GUARD_S)
     if any(quota is not None for quota in quotas.values()):
         assert table_of(root) == count_by_name(before)
+
+
+@settings(max_examples=25, deadline=None)
+@example(
+    {"alice": 2, "bob": None, "carol": None},
+    [(False, ("bob", 0, 6)), (True, ("alice", 0, 6)), (False, ("carol", 0, 2))],
+).via("a tenant is brought beyond his quota through another engine")
+@given(QUOTAS, st.lists(st.tuples(st.booleans(), STORE), max_size=25))
+def test_nobody_within_his_quota_pays_for_what_another_engine_has_stored(
+    tmp_path_factory: pytest.TempPathFactory,
+    quotas: dict[str, int | None],
+    stores: list[tuple[bool, tuple[str, int, int]]],
+) -> None:
+    root = tmp_path_factory.mktemp("engines")
+    drivers = open_tier(root, quotas), open_tier(root, quotas)
+    try:
+        before: set[OffloadKey] = set()
+        for is_second, (name, number, num) in stores:
+            first = number + 100 * is_second  # an engine may write again what it does not know of another
+            keys = {key_of_tenant(name, number) for number in range(first, first + num)}
+            drivers[is_second].store_of(name, range(first, first + num))
+            after = held_in(root)
+            require_laws(quotas, name, keys, before, after)
+            before = after
+    finally:
+        for driver in drivers:
+            assert driver.tier.shutdown(HANG_GUARD_S)
 
 
 def require_laws(

@@ -22,7 +22,7 @@ def beyond_hundred(held: Mapping[int, int]) -> dict[int, int]:
 
 
 def open_table(path: Path) -> TenantUsage:
-    return TenantUsage(path, 0o600, BLOCK_BYTES, beyond_hundred, OutageLog("test"))
+    return TenantUsage(path, 0o600, BLOCK_BYTES, beyond_hundred, OutageLog("test"), 2 * BLOCK_BYTES)
 
 
 @pytest.fixture
@@ -75,6 +75,17 @@ def test_two_tiers_see_each_others_changes(path: Path) -> None:
     one.refresh()
     assert one.on_disk() == other.on_disk() == {1: 30, 2: 10}
     assert not other.has_changes
+
+
+def test_many_changes_are_told_without_waiting_and_each_once(path: Path) -> None:
+    one, other = open_table(path), open_table(path)
+    one.recount({1: 50}, one.begin_recount())
+    for expected in ({1: 50}, {1: 50}, {1: 50, 2: 30}, {1: 50, 2: 30}):
+        with one.counting([KEYS[2]]) as written:
+            written.append(KEYS[2])
+        other.refresh()
+        assert other.on_disk() == expected
+    assert one.on_disk() == {1: 50, 2: 40}
 
 
 def test_what_is_being_written_counts_for_its_own_tier_alone(path: Path) -> None:

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import threading
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,7 +30,12 @@ from kvtier.tiering.kit.living_ring import CHECK_S, LivingRing
 pytest.importorskip("cryptography")
 
 from kvtier.tiering.kit import encryption
-from kvtier.tiering.kit.encryption import BlockOpener, EncryptedFormat, encrypt_namespace
+from kvtier.tiering.kit.encryption import (
+    CHECKED_PIECE_BYTES,
+    BlockOpener,
+    EncryptedFormat,
+    encrypt_namespace,
+)
 from kvtier.tiering.kit.keyed_names import BlockNames
 
 ACME = tenant_number("acme")
@@ -335,6 +341,21 @@ def test_a_namespace_has_a_name_that_needs_the_ring_and_no_tag_of_a_salt(path: P
     other = tmp_path / "other"
     write_ring(other, add_entry(make_ring(), None, 1.0))
     assert found.name != encrypt_namespace(IDENTITY, LivingRing(other), None).name
+
+
+def test_checking_a_block_takes_no_second_one_of_memory(path: Path) -> None:
+    row = memoryview(bytearray(5 * CHECKED_PIECE_BYTES + 7))
+    header, payload = open_format(path).seal(OF_ACME, row, None)
+    opener = BlockOpener(read_ring(path))
+    tracemalloc.start()
+    try:
+        assert opener.open(header, payload) is HeaderCheck.OK
+        assert tracemalloc.get_traced_memory()[1] < 2 * CHECKED_PIECE_BYTES
+    finally:
+        tracemalloc.stop()
+    flipped = bytearray(payload)
+    flipped[-1] ^= 1
+    assert opener.open(header, flipped) is HeaderCheck.DAMAGED
 
 
 def test_a_ring_opens_blocks_without_an_engine_and_says_whose_they_are(path: Path) -> None:

@@ -156,7 +156,8 @@ def test_a_directory_that_cannot_be_made_is_refused_when_the_tier_is_built(tmp_p
         ObjTier(make_config(), make_rows(), url=f"file://{tmp_path}/file/inner")
 
 
-def test_a_directory_is_private(tmp_path: Path) -> None:
-    tier = ObjTier(make_config(), make_rows(), url=f"file://{tmp_path}/store")
-    assert (tmp_path / "store").stat().st_mode & 0o777 == 0o700
+def test_a_missing_directory_is_made_with_its_parents_and_is_private(tmp_path: Path) -> None:
+    tier = ObjTier(make_config(), make_rows(), url=f"file://{tmp_path}/a/b/store")
+    modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("a", "a/b", "a/b/store")]
+    assert modes == [0o700] * 3
     assert tier.shutdown(1.0)

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Annotated, Any
 
 import typer
@@ -18,6 +19,7 @@ from kvtier.cli.place.options import (
     advance,
     counted,
     duration_in_words,
+    encrypted_names,
     opened,
     parse_duration,
     progress_bar,
@@ -205,6 +207,8 @@ def read_all(
 ) -> Verification:
     """Read the blocks of a place as planned.
 
+    Damaged blocks of an encrypted namespace of which the ring opens none count as blocks of another ring, and stay.
+
     Args:
         place: the place; ready for removals where ``is_deleting``.
         plan: how much and how fast.
@@ -218,6 +222,14 @@ def read_all(
         TierError: the place cannot be read.
     """
     result = Verification()
+    doubts = _Doubts(place)
+
+    def note(block: PlaceBlock, state: BlockState) -> None:
+        result.note(block, state)
+        if is_deleting and state in DAMAGE:
+            removed = place.remove([block], unless_changed=False)
+            result.removed = result.removed.plus(*removed)
+
     for block in place.blocks():
         if draw() >= plan.ratio:
             continue
@@ -225,14 +237,45 @@ def read_all(
             result.is_cut = True
             break
         state = place.check(block)
-        result.note(block, state)
-        if is_deleting and state in DAMAGE:
-            removed = place.remove([block], unless_changed=False)
-            result.removed = result.removed.plus(*removed)
+        for judged in doubts.judge(block, state):
+            note(*judged)
         on_read(block.num_bytes)
         pace.spend(block.num_bytes)
+    for block in doubts.unopened():
+        note(block, BlockState.NO_KEY)
     result.took_s = pace.elapsed_s
     return result
+
+
+class _Doubts:
+    """Blocks that a ring did not open, in namespaces of which it has opened none yet.
+
+    Rings number their entries alike, so with another ring every block of a namespace looks damaged, and none is. So a
+    block is damaged only where another of its namespace was opened.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._unproven = set(encrypted_names(place.namespaces())) if place.opener is not None else set()
+        self._blocks: dict[str, list[PlaceBlock]] = {}
+
+    def judge(self, block: PlaceBlock, state: BlockState) -> list[tuple[PlaceBlock, BlockState]]:
+        """Return what is known now that a block was found so: of it, and of those before it."""
+        if block.namespace not in self._unproven:
+            return [(block, state)]
+        if state is BlockState.DAMAGED:
+            self._blocks.setdefault(block.namespace, []).append(block)
+            return []
+        if state is not BlockState.WHOLE:
+            return [(block, state)]
+        self._unproven.remove(block.namespace)
+        # Read again: an engine may have replaced them meanwhile.
+        others = [(other, self._place.check(other)) for other in self._blocks.pop(block.namespace, ())]
+        return [(block, state), *others]
+
+    def unopened(self) -> list[PlaceBlock]:
+        """Return the blocks of namespaces of which none was opened."""
+        return list(chain.from_iterable(self._blocks.values()))
 
 
 def announce(there: Amount, plan: ReadingPlan) -> str:

@@ -19,7 +19,7 @@ from kvtier.tiering.fs.permissions import find_refusal
 from kvtier.tiering.fs.settings import FSSettings, explain_shrinking
 from kvtier.tiering.fs.shared_usage import SharedUsage, read_record
 from kvtier.tiering.fs.system import FileStatus, Owner, SystemCalls, current_owner
-from kvtier.tiering.fs.tenant_usage import Excesses, TenantUsage
+from kvtier.tiering.fs.tenant_usage import UNREPORTED_SHARE, Excesses, TenantUsage
 from kvtier.tiering.kit.backend import Counters
 from kvtier.tiering.kit.disk import ALIGNMENT_BYTES, Durability, is_aligned
 from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
@@ -146,7 +146,10 @@ def open_directory(
     tenants = None
     if excesses is not None:
         tenants_path = settings.root_dir / TENANTS_NAME
-        tenants = TenantUsage(tenants_path, settings.file_mode, block_bytes, excesses, outage)
+        unreported_bytes = settings.capacity_bytes // UNREPORTED_SHARE
+        tenants = TenantUsage(
+            tenants_path, settings.file_mode, block_bytes, excesses, outage, unreported_bytes
+        )
     return FSDirectory(
         root=settings.root_dir,
         file_mode=settings.file_mode,

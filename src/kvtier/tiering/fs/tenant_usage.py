@@ -1,8 +1,9 @@
 """How many bytes each tenant keeps in a directory that several processes share, where tenants have quotas.
 
 A table in the directory has what is on the disk, by tenant. Each process keeps its own changes in memory and adds them
-to the table about once a second, before it evicts, and when it ends; a store writes no file for it. What is being
-written counts in its own process alone. A recount takes what a walk found and adds what changed in the table meanwhile.
+to the table about once a second, when they are more than a small share of the capacity, before it evicts, and when it
+ends; most stores write no file for it. What is being written counts in its own process alone. A recount takes what a
+walk found and adds what changed in the table meanwhile.
 
 The table decides only whose blocks leave first, never how much is stored. It may be wrong by what a killed process did
 in its last second, or by what was written during a recount, until the next recount.
@@ -33,6 +34,10 @@ Fewer leave a tenant without known blocks until the next walk."""
 
 MAX_TAKEN_BLOCKS = 1_024
 """Of these, how many are taken at once: the evictor asks the file system about each, while writers wait for room."""
+
+UNREPORTED_SHARE = 64
+"""A tier adds its changes to the table when they are more than this part of its capacity, without waiting for the
+second. A smaller part writes the table more often; a larger one lets other processes take more from a wrong tenant."""
 
 _MAGIC = b"KVTT"
 _VERSION = 1
@@ -104,16 +109,24 @@ class TenantUsage:
         block_bytes: length of a block's file.
         excesses: compares with the quotas.
         outage: says once that the table cannot be changed.
+        unreported_bytes: how much this tier may have changed, stores and removals together, that is not in the table.
     """
 
     def __init__(
-        self, path: Path, file_mode: int, block_bytes: int, excesses: Excesses, outage: OutageLog
+        self,
+        path: Path,
+        file_mode: int,
+        block_bytes: int,
+        excesses: Excesses,
+        outage: OutageLog,
+        unreported_bytes: int,
     ) -> None:
         self._path = path
         self._file_mode = file_mode
         self._block_bytes = block_bytes
         self._excesses = excesses
         self._outage = outage
+        self._unreported_bytes = unreported_bytes
         self._lock = threading.Lock()
         self._table = TenantTable()
         self._unwritten: Counter[int] = Counter()
@@ -134,7 +147,10 @@ class TenantUsage:
 
     @contextmanager
     def counting(self, keys: Collection[OffloadKey]) -> Iterator[list[OffloadKey]]:
-        """Count blocks as being written; the caller adds those that were to the list that this gives. Thread: any."""
+        """Count blocks as being written; the caller adds those that were to the list that this gives.
+
+        Thread: any; blocks at the end, when there is much that the table does not have yet.
+        """
         written: list[OffloadKey] = []
         in_flight = self._count(keys)
         with self._lock:
@@ -147,6 +163,9 @@ class TenantUsage:
                 self._in_flight.subtract(in_flight)
                 self._unwritten.update(finished)
                 self._recent.extend(written)
+                is_due = sum(map(abs, self._unwritten.values())) > self._unreported_bytes
+            if is_due:
+                self.refresh()
 
     def remove(self, number: int | None, num_bytes: int) -> None:
         """Count a tenant's bytes as gone from the disk; None where no name tells whose they are. Thread: any."""
@@ -173,7 +192,7 @@ class TenantUsage:
             self._recent.clear()
 
     def refresh(self) -> None:
-        """Add this tier's changes to the table, and read those of the others. Thread: the evictor's; blocks."""
+        """Add this tier's changes to the table, and read those of the others. Thread: any; blocks."""
         self._update(lambda table: table)
 
     def recount(self, found_bytes: Mapping[int, int], begun: TenantTable) -> None:
@@ -219,18 +238,25 @@ class TenantUsage:
         return {number: num * self._block_bytes for number, num in num_blocks.items()}
 
     def _update(self, change: Callable[[TenantTable], TenantTable]) -> None:
-        with self._lock:
-            changes, self._unwritten = self._unwritten, Counter()
         is_written = False
         try:
             fd = open_shared_file(self._path, self._file_mode)
             try:
                 if lock_file(fd):
-                    table = unpack_table(os.pread(fd, MAX_TABLE_BYTES, 0)).changed(changes)
-                    table = change(table)
+                    with self._lock:
+                        changes = dict(self._unwritten)
+                    table = change(unpack_table(os.pread(fd, MAX_TABLE_BYTES, 0)).changed(changes))
                     text = table.pack()
                     if text:
                         os.pwrite(fd, text, 0)
+                    # Before the file is unlocked: of two threads the one that read last has the last word, and no
+                    # change is added twice.
+                    with self._lock:
+                        self._table = table
+                        self._unwritten.subtract(changes)
+                        self._unwritten = Counter(
+                            {number: num for number, num in self._unwritten.items() if num}
+                        )
                     is_written = True
             finally:
                 with suppress(OSError):
@@ -243,11 +269,6 @@ class TenantUsage:
             self._outage.on_failure("tenants", f"the bytes of tenants cannot be counted: {error}")
         if is_written and self._outage.is_out:
             self._outage.on_success("tenants")
-        with self._lock:
-            if is_written:
-                self._table = table
-            else:
-                self._unwritten.update(changes)
 
 
 def forget_table(path: Path) -> None:

@@ -41,7 +41,7 @@ from kvtier.tiering.kit.living_ring import LivingRing
 
 try:
     from cryptography.exceptions import InvalidTag
-    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+    from cryptography.hazmat.primitives.ciphers import AEADDecryptionContext, Cipher, algorithms, modes
 except ImportError as error:
     raise MissingExtraError("cryptography", "encryption") from error
 
@@ -49,6 +49,9 @@ NONCE_BYTES = 12
 
 MAX_READ_KEYS = 1024
 """Data keys kept for reading, one for each run of a process that wrote; others are derived again, 10 us each."""
+
+CHECKED_PIECE_BYTES = 1 << 20
+"""Bytes decrypted at a time where a block is only checked. More takes memory, less makes more calls."""
 
 NAMESPACE_PURPOSE = b"kvtier namespace 3"
 BLOCK_PURPOSE = b"kvtier block 3"
@@ -199,9 +202,7 @@ def decrypt(
     header: Buffer, envelope: Envelope, payload: Buffer, data_key: bytes, row: memoryview
 ) -> HeaderCheck:
     """Decrypt a payload into ``row``, which may be the same memory; zero it if the tag is wrong."""
-    nonce = nonce_of(int.from_bytes(envelope.nonce[SALT_BYTES:], "little"))
-    cipher = Cipher(algorithms.AES(data_key), modes.GCM(nonce)).decryptor()
-    cipher.authenticate_additional_data(additional_data(header))
+    cipher = _begin_decryption(header, envelope, data_key)
     cipher.update_into(payload, row)
     try:
         cipher.finalize_with_tag(envelope.checksum)
@@ -209,6 +210,27 @@ def decrypt(
         row[:] = bytes(len(row))
         return HeaderCheck.DAMAGED
     return HeaderCheck.OK
+
+
+def _check_tag(header: Buffer, envelope: Envelope, payload: memoryview, data_key: bytes) -> HeaderCheck:
+    """Check a payload as ``decrypt``, by pieces, and keep nothing of what it says."""
+    cipher = _begin_decryption(header, envelope, data_key)
+    piece = memoryview(bytearray(min(len(payload), CHECKED_PIECE_BYTES)))
+    for begin in range(0, len(payload), CHECKED_PIECE_BYTES):
+        part = payload[begin : begin + CHECKED_PIECE_BYTES]
+        cipher.update_into(part, piece[: len(part)])
+    try:
+        cipher.finalize_with_tag(envelope.checksum)
+    except InvalidTag:
+        return HeaderCheck.DAMAGED
+    return HeaderCheck.OK
+
+
+def _begin_decryption(header: Buffer, envelope: Envelope, data_key: bytes) -> AEADDecryptionContext:
+    nonce = nonce_of(int.from_bytes(envelope.nonce[SALT_BYTES:], "little"))
+    cipher = Cipher(algorithms.AES(data_key), modes.GCM(nonce)).decryptor()
+    cipher.authenticate_additional_data(additional_data(header))
+    return cipher
 
 
 class RingKeys:
@@ -351,7 +373,7 @@ class BlockOpener:
 
     def _decrypt(self, header: Buffer, envelope: Envelope, payload: Buffer, entry: KeyEntry) -> HeaderCheck:
         data_key = derive_block_key(entry, envelope.namespace, envelope.nonce[:SALT_BYTES])
-        return decrypt(header, envelope, payload, data_key, memoryview(bytearray(len(payload))))
+        return _check_tag(header, envelope, memoryview(payload), data_key)
 
     def _names_of(self, namespace: bytes) -> BlockNames:
         return BlockNames(self._ring.names_secret, namespace)
