@@ -167,11 +167,16 @@ class EngineHost:
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: dict[str, Any]) -> list[Answer]:
         """Answer the prompts together, as many at a time as the engine runs."""
+        return [self._answer(output) for output in self._generate(prompts, sampling)]
+
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], sampling: dict[str, Any]
+    ) -> Any:  # Any: vLLM's outputs
         from vllm import SamplingParams
 
         parameters = SamplingParams(**{"logprobs": 1, "ignore_eos": True, **sampling})
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        return [self._answer(output) for output in self._llm.generate(requests, parameters, use_tqdm=False)]
+        return self._llm.generate(requests, parameters, use_tqdm=False)
 
     def generate_in_turn(self, prompts: Sequence[Sequence[int]], sampling: dict[str, Any]) -> list[Answer]:
         """Answer one prompt after the other."""
@@ -185,6 +190,36 @@ class EngineHost:
         took_s = time.monotonic() - began_s
         self.settle()
         return took_s, answer
+
+    def first_token(
+        self, prompt: Sequence[int], sampling: dict[str, Any], forgets_device: bool
+    ) -> tuple[float, Answer, dict[str, int]]:
+        """Answer one prompt; return the seconds to its first token, the answer, and the tokens found by origin."""
+        if forgets_device:
+            assert self.forget_device()
+        prefix = "connector.loaded_tokens."
+        before = self.stats()
+        (output,) = self._generate([prompt], sampling)
+        assert output.metrics is not None
+        answer = self._answer(output)
+        self.settle()
+        sources = {
+            name.removeprefix(prefix): int(value - before.get(name, 0.0))
+            for name, value in self.stats().items()
+            if name.startswith(prefix) and value != before.get(name, 0.0)
+        }
+        if num_device := answer.num_cached_tokens - sum(sources.values()):
+            sources["device"] = num_device
+        return output.metrics.first_token_latency, answer, sources
+
+    def kv_groups(self) -> list[tuple[int, int, bool]]:
+        """Return of each KV group the tokens of a block, its bytes, and whether it is a recurrent state."""
+        groups = self._core.scheduler.connector._connector.spec.config.groups
+        layouts = self._scheduler_half.layouts
+        return [
+            (layout.block_tokens, group.page_size_bytes, layout.is_state)
+            for layout, group in zip(layouts, groups, strict=True)
+        ]
 
     def set_disk_rate(self, bytes_per_s: float) -> None:
         """Let the disk of throttled tiers deliver at another rate from now on."""
