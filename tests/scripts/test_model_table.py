@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from scripts.reach_table import (
+from scripts.model_table import (
     COMPUTED,
     DEVICE,
     FS,

@@ -1,4 +1,4 @@
-"""Runs one model under one engine for ``scripts.reach_table``: without kvtier, with it, and after a restart."""
+"""Runs one model under one engine for ``scripts.model_table``: without kvtier, with it, and after a restart."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -22,14 +22,14 @@ from kvtier.engines.transformers.block_sizes import choose_block_sizes
 from kvtier.engines.transformers.model_adapter import ModelAdapter
 from kvtier.engines.transformers.trial import NUM_NEW_TOKENS, generate_plainly
 from kvtier.errors import KVTierError
-from scripts.reach_table import COMPUTED, DEVICE, FS, HOST, ORIGINS, Row
+from scripts.model_table import COMPUTED, DEVICE, FS, HOST, ORIGINS, Row
 
 GREEDY = {"temperature": 0.0, "max_tokens": NUM_NEW_TOKENS}
 NUM_COPIES = 5
 HOST_BYTES = "768MiB"
 MORE_TOKENS = 64
 """Room behind the longest prompt, for an answer."""
-HYBRIDS = ("qwen3-next", "falcon-h1", "granite-4", "lfm2")
+HYBRIDS = ("qwen3-next", "falcon-h1", "granite-4", "nemotron-h", "lfm2")
 LATENT, DENSE = "deepseek-v2", "llama"
 DENSE_BLOCK_TOKENS, LATENT_BLOCK_TOKENS = 64, 16
 
