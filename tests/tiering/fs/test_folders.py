@@ -181,3 +181,22 @@ def test_a_block_that_another_thread_stores_in_a_folder_just_made_is_no_deletion
     assert driver.lookup(second)
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == []
     assert driver.tier.stats()["evicted_blocks"] == 0
+
+
+@pytest.mark.parametrize("level", ["*", "*/0", "*/0/0"])
+def test_a_block_behind_a_link_is_forgotten_with_those_that_are_gone(root: Path, level: str) -> None:
+    behind, gone, there = (key_of(number) for number in (1, 2, 0x33 << 248))
+    namespace = handle_of(root, NAMESPACE)
+    for key in (behind, there):
+        path = namespace.block_path(key)
+        make_block_folder(root, namespace, path, 0o600, str(current_owner()))
+        Path(path).touch()
+    namespace.index.add([behind, gone, there])
+    (folder,) = (path for path in root.glob(level) if path.name != "tmp")
+    folder.rename(root / "elsewhere")
+    folder.symlink_to(root / "elsewhere")
+
+    namespace.forget_missing()
+
+    kept = [there] if level != "*" else []
+    assert [key for key in (behind, gone, there) if key in namespace.index] == kept

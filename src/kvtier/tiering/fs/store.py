@@ -21,7 +21,6 @@ from kvtier.tiering.fs.evictor import Evictor
 from kvtier.tiering.fs.expiry import BlockExpiry
 from kvtier.tiering.fs.folders import FSNamespace, FSSiblings, namespace_path
 from kvtier.tiering.fs.index import KeyIndex
-from kvtier.tiering.fs.permissions import find_link
 from kvtier.tiering.fs.recycled_files import RecycledFiles, StoreOutcome
 from kvtier.tiering.fs.system import FileStatus
 from kvtier.tiering.kit.backend import BlockStore, Rows, ThreadPages
@@ -102,7 +101,7 @@ class FSBlockStore(BlockStore[FSNamespace]):
         found = [
             key
             for key in keys
-            if os.access(namespace.block_path(key), os.F_OK) and find_link(namespace, key) is None
+            if os.access(namespace.block_path(key), os.F_OK) and namespace.find_link(key) is None
         ]
         if (expiry := self._directory.expiry) is not None:
             found = [key for key in found if not expiry.is_path_over(namespace.block_path(key))]
