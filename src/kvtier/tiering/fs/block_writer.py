@@ -16,6 +16,7 @@ from kvtier.tiering.fs.block_file import NewFile, plan_batch_files
 from kvtier.tiering.fs.directory import FSDirectory
 from kvtier.tiering.fs.evictor import Evictor
 from kvtier.tiering.fs.folders import FSNamespace, make_block_folder
+from kvtier.tiering.fs.permissions import find_link
 from kvtier.tiering.fs.recycled_files import RecycledFiles, Reservation, StoreOutcome
 from kvtier.tiering.kit.backend import Rows, ThreadPages
 from kvtier.tiering.kit.disk import checksum_ahead, plan_num_checksums_ahead
@@ -144,7 +145,7 @@ class BlockWriter:
         self, namespace: FSNamespace, blocks: Sequence[tuple[OffloadKey, int]], outcomes: Outcomes
     ) -> Sequence[tuple[OffloadKey, int]]:
         """Return the blocks that would not be stored behind a symbolic link; the others have failed."""
-        links = {key: link for key, _ in blocks if (link := namespace.find_link(key)) is not None}
+        links = {key: link for key, _ in blocks if (link := find_link(namespace, key)) is not None}
         if not links:
             self._outage.on_success("link")
             return blocks

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from kvtier.tiering.fs.directory import FSDirectory
 from kvtier.tiering.fs.folders import FOLDER_PATTERNS, TEMPORARY_NAME, USAGE_NAME, FSNamespace, make_root
+from kvtier.tiering.fs.permissions import find_link
 from kvtier.tiering.fs.recycled_files import RecycledFiles
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,23 @@ logger = logging.getLogger(__name__)
 LOG_AGAIN_S = 60.0
 """Seconds for which further deletions are not logged: to delete a large directory takes long. Zero logs each of them;
 longer hides that a program deletes files again and again."""
+
+
+def forget_missing(namespace: FSNamespace, prefix: bytes = b"") -> int:
+    """Forget the blocks whose names begin with ``prefix`` and whose files are gone; return their number. Blocks.
+
+    What was stored since the removal stays. So the files are looked at last: whatever is stored after that look is
+    added by its own store. A file behind a link is gone: nothing reads it there.
+    """
+    known = namespace.index.find_prefix(prefix, namespace.format.name)
+    namespace.index.forget(known)
+    there = [
+        key
+        for key in known
+        if find_link(namespace, key) is None and os.access(namespace.block_path(key), os.F_OK)
+    ]
+    namespace.index.add(there)
+    return len(known) - len(there)
 
 
 class ExternalDeletions:
@@ -107,7 +125,7 @@ class ExternalDeletions:
         if not deleted.is_count_wrong:
             return False
         if deleted.has_namespace:
-            namespace.forget_missing()
+            forget_missing(namespace)
             namespace.forget_folders()
         self._recycled.drop_missing()
         self.on_deleted(deleted.paths[0] if deleted.paths else None)

@@ -107,35 +107,6 @@ class FSNamespace:
         """Return what all names begin with whose blocks are in the same folder as that of ``key``."""
         return self.format.name(key)[:1]
 
-    def find_link(self, key: OffloadKey) -> str | None:
-        """Return the folder above a block that is a symbolic link, None when none is; looks once a second at most.
-
-        What is behind a link is not counted, so blocks that are stored there would not be bounded by the capacity.
-        """
-        prefix = self.folder_prefix(key)
-        if prefix in self.unlinked_folders:
-            return None
-        leaf = self.block_path(key).rpartition("/")[0]
-        for folder in (self.path, leaf.rpartition("/")[0], leaf):
-            if os.path.islink(folder):  # noqa: PTH114 - beside others, as text
-                return folder
-        self.unlinked_folders.add(prefix)
-        return None
-
-    def forget_missing(self, prefix: bytes = b"") -> int:
-        """Forget the blocks whose names begin with ``prefix`` and whose files are gone; return their number. Blocks.
-
-        What was stored since the removal stays. So the files are looked at last: whatever is stored after that look is
-        added by its own store. A file behind a link is gone: nothing reads it there.
-        """
-        known = self.index.find_prefix(prefix, self.format.name)
-        self.index.forget(known)
-        there = [
-            key for key in known if not self.find_link(key) and os.access(self.block_path(key), os.F_OK)
-        ]
-        self.index.add(there)
-        return len(known) - len(there)
-
     def forget_folders(self) -> None:
         """Forget what is known of the folders: another program has deleted or replaced some."""
         self.known_folders.clear()

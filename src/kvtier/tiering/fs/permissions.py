@@ -10,6 +10,9 @@ import os
 import stat
 from pathlib import Path
 
+from kvtier.base import OffloadKey
+from kvtier.tiering.fs.folders import FSNamespace
+
 GROUP_MAY_WRITE = 0o020
 OTHERS_MAY_WRITE = 0o002
 
@@ -51,4 +54,20 @@ def judge(found: os.stat_result, file_mode: int, uid: int, gid: int) -> str | No
             f"it belongs to user {found.st_uid} and this is user {uid}: give a directory of this user's, "
             'or share with the group by "file_mode": "0660"'
         )
+    return None
+
+
+def find_link(namespace: FSNamespace, key: OffloadKey) -> str | None:
+    """Return the folder above a block that is a symbolic link, None when none is; looks once a second at most.
+
+    What is behind a link is not counted, so blocks that are stored there would not be bounded by the capacity.
+    """
+    prefix = namespace.folder_prefix(key)
+    if prefix in namespace.unlinked_folders:
+        return None
+    leaf = namespace.block_path(key).rpartition("/")[0]
+    for folder in (namespace.path, leaf.rpartition("/")[0], leaf):
+        if os.path.islink(folder):  # noqa: PTH114 - beside others, as text
+            return folder
+    namespace.unlinked_folders.add(prefix)
     return None

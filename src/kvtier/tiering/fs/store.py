@@ -19,8 +19,10 @@ from kvtier.tiering.fs.block_writer import BlockWriter
 from kvtier.tiering.fs.directory import FSDirectory
 from kvtier.tiering.fs.evictor import Evictor
 from kvtier.tiering.fs.expiry import BlockExpiry
+from kvtier.tiering.fs.external_deletions import forget_missing
 from kvtier.tiering.fs.folders import FSNamespace, FSSiblings, namespace_path
 from kvtier.tiering.fs.index import KeyIndex
+from kvtier.tiering.fs.permissions import find_link
 from kvtier.tiering.fs.recycled_files import RecycledFiles, StoreOutcome
 from kvtier.tiering.fs.system import FileStatus
 from kvtier.tiering.kit.backend import BlockStore, Rows, ThreadPages
@@ -101,7 +103,7 @@ class FSBlockStore(BlockStore[FSNamespace]):
         found = [
             key
             for key in keys
-            if os.access(namespace.block_path(key), os.F_OK) and namespace.find_link(key) is None
+            if os.access(namespace.block_path(key), os.F_OK) and find_link(namespace, key) is None
         ]
         if (expiry := self._directory.expiry) is not None:
             found = [key for key in found if not expiry.is_path_over(namespace.block_path(key))]
@@ -186,7 +188,7 @@ class FSBlockStore(BlockStore[FSNamespace]):
             self.losses.report(keys, Loss.REMOVED)  # the failed reads have taken them out of the index
             namespace.unlinked_folders.discard(prefix)
             namespace.synced_folders.discard(prefix)
-            has_lost_any = namespace.forget_missing(prefix) > 0
+            has_lost_any = forget_missing(namespace, prefix) > 0
             self._evictor.deletions.on_deleted(folder if has_lost_any else None)
 
     def drop(self, namespace: FSNamespace, keys: Sequence[OffloadKey]) -> None:
