@@ -38,6 +38,23 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     assert num_covered / num_trials > 0.9
 
 
+@pytest.mark.parametrize(("num_requests", "audit_ratio"), [(150, 0.2), (1000, 0.02)])
+def test_a_run_of_live_requests_is_covered_about_as_often_as_it_says(
+    num_requests: int, audit_ratio: float
+) -> None:
+    rng, num_covered, num_trials = random.Random(5), 0, 400
+    for _ in range(num_trials):
+        arm = ControlArm(random.Random(0))
+        for _ in range(num_requests):
+            is_computed = rng.random() < audit_ratio
+            time_s = (2.0 if is_computed else 1.0) * rng.lognormvariate(-0.08, 0.4)  # its mean is the factor
+            arm.add("fs", NUM_TOKENS, time_s, Arm.AUDITED if is_computed else Arm.LOADED)
+        found = arm.intervals()[0]
+        num_covered += found.low_s <= 1.0 / NUM_TOKENS <= found.high_s
+
+    assert 0.93 <= num_covered / num_trials <= 0.98
+
+
 def test_with_few_audits_the_interval_is_wide_and_still_covers() -> None:
     rng, num_covered, num_trials = random.Random(2), 0, 400
     for _ in range(num_trials):
