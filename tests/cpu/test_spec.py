@@ -345,3 +345,26 @@ def test_the_factory_builds_it_without_secondary_tiers() -> None:
     spec = OffloadingSpecFactory.create_spec(config_of(cpu_bytes_to_use="1MiB"))
 
     assert type(spec) is CPUOffloadingSpec
+
+
+@pytest.mark.parametrize(
+    ("kind", "audit_ratio", "rank", "num_lines"),
+    [
+        (GroupKind.STATE, 0.1, None, 1),
+        (GroupKind.STATE, 0.1, 0, 0),  # the scheduler's half speaks for all
+        (GroupKind.STATE, 0.0, None, 0),
+        (GroupKind.FULL, 0.1, None, 0),
+    ],
+)
+def test_an_audit_says_at_the_start_that_it_leaves_states_out(
+    caplog: pytest.LogCaptureFixture, kind: GroupKind, audit_ratio: float, rank: int | None, num_lines: int
+) -> None:
+    groups = (KVGroup(16, ("a",), 600), KVGroup(16, ("b",), 600, kind))
+    extra = {"cpu_bytes_to_use": "1MiB", "audit_ratio": audit_ratio}
+    CPUOffloadingSpec(
+        OffloadingConfig(
+            "e", ModelIdentity("m"), groups, 16, rank=rank, kv_dtype="bfloat16", extra_config=extra
+        )
+    )
+
+    assert sum("no recurrent state" in line for line in caplog.messages) == num_lines

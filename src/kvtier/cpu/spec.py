@@ -24,7 +24,7 @@ from kvtier.base import (
     OffloadingManager,
     OffloadingSpec,
 )
-from kvtier.config import HostSize, OffloadingConfig
+from kvtier.config import GroupKind, HostSize, OffloadingConfig
 from kvtier.cpu.auto_size import AutoSize, find_auto_size
 from kvtier.cpu.common import AuditLoadStoreSpec, CPULoadStoreSpec
 from kvtier.cpu.compare import FORMATS, KVFormat, find_format
@@ -288,6 +288,8 @@ class CPUOffloadingSpec(OffloadingSpec):
         if found is None and is_told:  # the scheduler's half speaks for all
             kv_dtype, known = shorten(self.config.kv_dtype), ", ".join(FORMATS)
             logger.info("no request is audited: KV dtype %s is none of %s", kv_dtype, known)
+        elif is_told and any(group.kind is GroupKind.STATE for group in self.config.groups):
+            logger.warning("the audit compares attention alone: no recurrent state of a hit is compared")
         return found
 
     def _find_auto_size(self) -> AutoSize:
