@@ -197,7 +197,9 @@ def test_dead_sockets_are_removed_and_files_that_are_none_stay(
     assert list_sockets([folder, folder / "missing"]) == [engine.path]
 
 
-@pytest.mark.parametrize("lie", [{"pid": "none"}, {"pid": None}, {"id": ["a"]}])
+@pytest.mark.parametrize(
+    "lie", [{"pid": "none"}, {"pid": None}, {"id": ["a"]}, {"started_s": "1"}, {"tiers": 3}]
+)
 def test_a_process_that_does_not_answer_as_an_engine_hides_no_other(
     make_controlled: MakeControlled, folder: Path, lie: dict[str, object]
 ) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from kvtier.errors import ControlError, UnknownNameError
+from kvtier.errors import ControlError, UnknownNameError, shorten
 from kvtier.misses import RequestRecord
 from kvtier.observe.control_wire import (
     MAX_REPLY_BYTES,
@@ -30,8 +30,75 @@ from kvtier.observe.control_wire import (
 HELLO_S = 3.0
 """Seconds within which an engine says who it is. Its thread needs milliseconds; a machine under load more."""
 
+MAX_NUMBER = 1e300
+"""Numbers beyond it come from no engine, and cannot be calculated with."""
+
 MARGIN_S = 5.0
 """Seconds beyond a command's own time-out after which the engine's thread counts as hung."""
+
+
+Check = Callable[[object], bool]
+"""Whether a field of a reply is what an engine answers."""
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value is a finite number of JSON. Pure."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
+
+
+def is_count(value: object) -> bool:
+    """Return whether a value is a whole number of at least zero. Pure."""
+    return isinstance(value, int) and is_number(value) and value >= 0
+
+
+def is_flag(value: object) -> bool:
+    """Return whether a value is true or false. Pure."""
+    return isinstance(value, bool)
+
+
+def is_counts(value: object) -> bool:
+    """Return whether a value is an object of counts. Pure."""
+    return isinstance(value, Mapping) and all(map(is_count, value.values()))
+
+
+def is_numbers(value: object) -> bool:
+    """Return whether a value is an object of numbers; null is one that JSON does not have. Pure."""
+    return isinstance(value, Mapping) and all(one is None or is_number(one) for one in value.values())
+
+
+def is_texts(value: object) -> bool:
+    """Return whether a value is an object of texts. Pure."""
+    return isinstance(value, Mapping) and all(map(is_text, value.values()))
+
+
+def is_list(value: object) -> bool:
+    """Return whether a value is a list. Pure."""
+    return isinstance(value, list)
+
+
+def is_text(value: object) -> bool:
+    """Return whether a value is a text. Pure."""
+    return isinstance(value, str)
+
+
+FIELDS: Mapping[str, Mapping[str, Check]] = {
+    "stats": {"stats": is_numbers, "is_stepping": is_flag},
+    "recent": {"records": is_list},
+    "pin": dict.fromkeys(("num_blocks", "num_ready", "num_pinned", "limit"), is_count),
+    "unpin": {"num_blocks": is_count},
+    "prefetch": dict.fromkeys(("num_blocks", "num_ready"), is_count),
+    "purge": {"num_purged": is_counts, "num_in_use": is_counts, "unable": is_texts},
+    "resume": {"was_stopped": is_flag},
+}
+"""What clients read of the reply to each command."""
+
+HELLO_FIELDS: Mapping[str, Check] = {
+    **dict.fromkeys(("id", "engine", "model", "metrics"), is_text),
+    "pid": is_count,
+    "started_s": is_number,
+    "tiers": is_list,
+}
+"""What clients read of an engine's description, where it is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +167,7 @@ class EngineConnection:
             arguments: of the command.
 
         Raises:
-            ControlError: the engine refuses, does not answer in time, or closes the connection.
+            ControlError: the engine refuses, does not answer in time or as an engine does, or closes the connection.
         """
         end_s = self._clock() + timeout_s + MARGIN_S
         try:
@@ -114,6 +181,14 @@ class EngineConnection:
         reply = decode(line)
         if reply.get("ok") is not True:
             raise ControlError(str(reply.get("error", "the engine refuses and gives no reason")))
+        for name, is_good in FIELDS.get(command, {}).items():
+            if not is_good(reply.get(name)):
+                raise ControlError(
+                    f"the process at {self._path} does not answer {command!r} as an engine of this version does: "
+                    f"{name} is {shorten(reply.get(name))}; use the kvtier that the engine runs"
+                )
+        if command == "stats":
+            reply["stats"] = {name: number for name, number in reply["stats"].items() if number is not None}
         return reply
 
     def close(self) -> None:
@@ -163,7 +238,7 @@ def find_instances(folders: Sequence[Path] | None = None, timeout_s: float = HEL
         try:
             with EngineConnection(path, timeout_s) as connection:
                 reply = connection.ask("hello", timeout_s)
-            if isinstance(reply.get("id", ""), str) and isinstance(reply.get("pid", 0), int):
+            if all(is_good(reply[name]) for name, is_good in HELLO_FIELDS.items() if name in reply):
                 found.append(Instance(path, reply))
         except ControlError:
             _remove_if_dead(path)
