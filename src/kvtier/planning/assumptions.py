@@ -21,12 +21,8 @@ def list_assumptions(request: PlanRequest) -> tuple[str, ...]:
 
 def _about_model(request: PlanRequest) -> Iterator[str]:
     shape, engine = request.shape, request.engine
-    yield (
-        f"A token takes {shape.attention_bytes_per_token:,} bytes ({shape.kv_dtype}), all layers and devices together; "
-        "heads or latents that are copied to several tensor-parallel ranks count once."
-    )
-    if shape.states:
-        yield "Beside recurrent states each worker keeps its copy of such heads or latents, which is not counted."
+    num_bytes = f"{shape.attention_bytes_per_token:,} bytes ({shape.kv_dtype})"
+    yield f"A token takes {num_bytes}, all layers and tensor-parallel workers together."
     for line in shape.assumptions:
         yield f"{line[0].upper()}{line[1:]}."
     if shape.bounded_bytes:

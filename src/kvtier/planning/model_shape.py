@@ -145,8 +145,8 @@ class ModelShape:
             group.num_layers * group.bytes_per_token * (group.window_tokens or 0) for group in self.layers
         )
 
-    def stored_bytes_per_token(self, tensor_parallel_size: int, *, shares_copies: bool = True) -> int:
-        """Return the bytes of a token that all workers of an engine store together. Pure.
+    def with_workers(self, tensor_parallel_size: int, *, shares_copies: bool = True) -> "ModelShape":
+        """Return the same model as all workers of an engine store it together, copies included. Pure.
 
         What consecutive workers hold of every group (a latent, a KV head) is stored once, as kvtier does under vLLM.
         States belong to one worker each, so with these each worker stores what it holds.
@@ -166,11 +166,15 @@ class ModelShape:
                 raise ConfigError("--tp", tensor_parallel_size, remedy)
             num_copies.append(max(1, tensor_parallel_size // group.num_kv_heads))
         num_shared = math.gcd(*num_copies) if shares_copies and num_copies and self.states is None else 1
-        total = sum(
-            group.num_layers * group.bytes_per_token * copies // num_shared
+        layers = tuple(
+            replace(group, bytes_per_token=group.bytes_per_token * copies // num_shared)
             for group, copies in zip(self.layers, num_copies, strict=True)
         )
-        return total + (self.states.bytes_per_token if self.states else 0)
+        return replace(self, layers=layers)
+
+    def stored_bytes_per_token(self, tensor_parallel_size: int, *, shares_copies: bool = True) -> int:
+        """Return the bytes of a token that all workers of an engine store together; as ``with_workers``. Pure."""
+        return self.with_workers(tensor_parallel_size, shares_copies=shares_copies).bytes_per_token
 
     def load_bytes(self, num_tokens: int) -> int:
         """Return the bytes to load for a prefix of ``num_tokens``: of a window its tokens, of states the last. Pure."""

@@ -18,8 +18,11 @@ def model(
     kv_bytes: str | None = None,
     dtype: str | None = None,
     name: str | None = None,
+    state_bytes: str | None = None,
+    tp: int = 1,
 ) -> ModelOptions:
-    return ModelOptions(name, config, layers, kv_heads, head_size, dtype, kv_dtype, kv_bytes)
+    sizes = (kv_bytes, state_bytes, None, tp)
+    return ModelOptions(name, config, layers, kv_heads, head_size, dtype, kv_dtype, *sizes)
 
 
 def test_a_model_is_described_by_its_dimensions_or_by_the_bytes_of_a_token() -> None:
@@ -40,6 +43,10 @@ def test_a_model_is_described_by_its_dimensions_or_by_the_bytes_of_a_token() -> 
         (model(config=Path("config.json"), kv_bytes="1KiB"), "describe the model by one of"),
         (model(layers=3, kv_heads=2), "--head-size=None: is missing"),
         (model(kv_bytes="1KiB", dtype="fp8"), "--dtype='fp8': goes with --layers"),
+        (model(layers=3, kv_heads=8, head_size=4, tp=3), "--tp=3: must divide 8 KV heads"),
+        (model(layers=3, kv_heads=8, head_size=4, tp=0), "--tp=0: must divide 8 KV heads"),
+        (model(kv_bytes="1KiB", tp=2), "--tp=2: goes with a model whose KV heads are known"),
+        (model(tp=2), "describe the model by one of"),
         (model(kv_bytes="much"), "--kv-bytes-per-token='much'"),
         (model(layers=3, kv_heads=2, head_size=4, dtype="fp3"), "--dtype='fp3': must be one of"),
         (model(layers=3, kv_heads=2, head_size=4, kv_dtype="fp3"), "--kv-dtype='fp3': must be one of"),
@@ -48,6 +55,24 @@ def test_a_model_is_described_by_its_dimensions_or_by_the_bytes_of_a_token() -> 
 def test_a_model_described_twice_or_by_half_is_refused(options: ModelOptions, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         options.shape()
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "state_bytes", "copies", "said"),
+    [
+        (1, None, 1, ()),
+        (2, None, 1, ("what several of 2 workers hold is stored once, as under vLLM",)),
+        (8, None, 1, ("what several of 8 workers hold is stored once, as under vLLM",)),
+        (8, "1MiB", 4, ("each of 8 workers stores the KV heads that it holds, copies included",)),
+    ],
+)
+def test_what_workers_hold_alike_counts_once_but_beside_states(
+    num_workers: int, state_bytes: str | None, copies: int, said: tuple[str, ...]
+) -> None:
+    shape = model(layers=4, kv_heads=2, head_size=64, state_bytes=state_bytes, tp=num_workers).shape()
+
+    assert shape.attention_bytes_per_token == copies * 4 * 2 * 2 * 64 * 2
+    assert shape.assumptions == said
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ def plan(
     ] = None,
     state_bytes: StateBytes = None,
     state_interval: StateInterval = None,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel workers of the engine.")] = 1,
     hit_ratio: Annotated[float | None, typer.Option(help="Goal: share of blocks found, such as 0.3.")] = None,
     ttft_p90: Annotated[str | None, typer.Option(help="Goal: 90th percentile of TTFT, such as 2s.")] = None,
     prices: Annotated[Path | None, typer.Option(help="Your prices; see docs/guide/plan.md.")] = None,
@@ -86,16 +87,15 @@ def plan(
         ConfigError: a value is not valid.
         TraceError: the trace cannot be read.
     """
-    sizes = (kv_bytes, state_bytes, state_interval)
+    sizes = (kv_bytes, state_bytes, state_interval, tp)
     described = ModelOptions(model, config, layers, kv_heads, head_size, dtype, kv_dtype, *sizes)
     if example is not None and not described.is_given:
         described = replace(described, name=EXAMPLE_MODEL)
     wanted = SearchOptions(policy, hit_ratio, ttft_p90, media, max_tiers, host_max, show)
-    price_list = read_prices(prices)
     trace_name, trace = open_trace(trace_file, trace_format, example, seed, requests)
     device_size, _ = choose_memory(example, device, None)
     serving = EngineOptions(device_size, prefill, decode, max_running, gpus)
-    request = make_plan_request(trace, described, serving, wanted, price_list)
+    request = make_plan_request(trace, described, serving, wanted, read_prices(prices))
     outputs = Outputs(json_file, html_file)
     outputs.check_writable()
     found = run_plan(request, Console(stderr=True))

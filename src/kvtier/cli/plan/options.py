@@ -39,11 +39,13 @@ class ModelOptions:
     kv_bytes: str | None
     state_bytes: str | None = None
     state_interval: int | None = None
+    tensor_parallel_size: int = 1
 
     @property
     def is_given(self) -> bool:
-        """Whether anything about the model was given."""
-        return any(getattr(self, each.name) is not None for each in fields(self))
+        """Whether anything about the model was given, beside its workers."""
+        described = (each.name for each in fields(self) if each.name != "tensor_parallel_size")
+        return any(getattr(self, name) is not None for name in described)
 
     def shape(self) -> ModelShape:
         """Return the size of the model's keys and values, and of its states.
@@ -59,7 +61,26 @@ class ModelOptions:
             num_bytes = parse_bytes("--state-bytes", self.state_bytes)
             as_long = -(-num_bytes // max(1, shape.attention_bytes_per_token))
             shape = replace(shape, states=StateLayers(1, num_bytes, as_long))
-        return shape if self.state_interval is None else shape.with_state_interval(self.state_interval)
+        if self.state_interval is not None:
+            shape = shape.with_state_interval(self.state_interval)
+        return self._divide(shape)
+
+    def _divide(self, shape: ModelShape) -> ModelShape:
+        """Return what all tensor-parallel workers store together."""
+        num_workers = self.tensor_parallel_size
+        if num_workers == 1:
+            return shape
+        if self.kv_bytes is not None:
+            remedy = (
+                "goes with a model whose KV heads are known: --kv-bytes-per-token is what all workers store"
+            )
+            raise ConfigError("--tp", num_workers, remedy)
+        stored = shape.with_workers(num_workers)
+        if stored.layers == shape.layers:
+            said = f"what several of {num_workers} workers hold is stored once, as under vLLM"
+        else:
+            said = f"each of {num_workers} workers stores the KV heads that it holds, copies included"
+        return replace(stored, assumptions=(*stored.assumptions, said))
 
     def _read_shape(self) -> ModelShape:
         dimensions = {"--layers": self.layers, "--kv-heads": self.kv_heads, "--head-size": self.head_size}
