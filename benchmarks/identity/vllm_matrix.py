@@ -14,10 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.identity.peers import PEERS, KeyFields
 from benchmarks.identity.row import SAME_ANSWER, UNCHANGED, Row
-from benchmarks.vllm.checkpoints import SMALL, VOCAB_SIZE, save_adapter, save_llama
+from benchmarks.vllm.checkpoints import SMALL, VOCAB_SIZE, save_adapter, save_llama, save_qwen3_next
 from benchmarks.vllm.engine import EngineOptions
 from benchmarks.vllm.engine_process import EngineProcess
-from benchmarks.vllm.hybrid import save_qwen3_next
 
 EMBEDDING = "model.embed_tokens.weight"
 LAST_WEIGHT = f"model.layers.{SMALL.num_layers - 1}.mlp.down_proj.weight"
