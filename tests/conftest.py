@@ -1,6 +1,7 @@
 """What every test needs: shipped asserts that explain themselves, and how hard the tests of Hypothesis look."""
 
 import os
+import signal
 from collections.abc import Iterator
 from tempfile import TemporaryDirectory
 
@@ -29,6 +30,11 @@ pytest.register_assert_rewrite("kvtier.testing")
 # each of a forward pass's hundreds of barriers waits until the scheduler runs it again. Read when torch is imported,
 # here and in the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell that starts the tests in its background has them ignore SIGINT, and so would the processes that they start,
+# of which some are interrupted by a test.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 EFFORT_VARIABLE = "KVTIER_EXAMPLES"
 """How many times the usual examples are drawn; unset, what each test says. More finds more and takes longer."""

@@ -174,12 +174,11 @@ def test_a_model_without_a_kv_cache_is_one_line_and_leaves_nothing(
 @pytest.fixture
 def running_demo(place: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Return a demo that has begun to put blocks on disk."""
-    # Where the tests themselves run in the background, SIGINT is ignored, and so would it be by their children.
-    heed = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    code = f"{heed}; from kvtier.cli.main import main; sys.exit(main(sys.argv[1:]))"
     arguments = [*TINY, "--conversations", "12", "--turns", "2", "--document-tokens", "300"]
     with subprocess.Popen(
-        [sys.executable, "-c", code, "demo", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [sys.executable, "-m", "kvtier.cli.main", "demo", *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     ) as process:
         try:
             wait_for_blocks(process, place)

@@ -5,7 +5,6 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -167,15 +166,6 @@ sys.exit(40)
 """Waits for a signal. One that comes before it waits stays pending: none is lost, and no handler prints in a print."""
 
 
-@pytest.fixture
-def heeded_interrupts() -> Iterator[None]:
-    """Where the tests run in the background, SIGINT is ignored, and so would it be by their children."""
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, previous)
-
-
-@pytest.mark.usefixtures("heeded_interrupts")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_signals_reach_the_command(out: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "kvtier.cli.main", "record", str(out), "--", *PYTHON, WAITING]
