@@ -143,11 +143,12 @@ def test_a_larger_host_finds_no_less_under_lru_and_reaches_the_bound_with_room_f
 STUCK = """
 import multiprocessing, threading
 from tests.sim.test_sweep import ENGINE, HOST, TRACE
+from kvtier.cpu.policies.lru import LRUCachePolicy
 from kvtier.cpu.policies.registry import CACHE_POLICIES
 from kvtier.sim.sweep import WITHOUT, Case, run_cases
 import dataclasses
 
-class Stuck:
+class Stuck(LRUCachePolicy):
     def __init__(self, cache_capacity):
         threading.Event().wait()
 

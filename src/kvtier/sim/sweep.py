@@ -196,11 +196,11 @@ def _run_in_processes(
     # A spawned process starts clean: a forked one would inherit locks that other threads hold.
     with ProcessPoolExecutor(num_processes, get_context("spawn"), _end_with_parent) as executor:
         futures = []
-        for case in cases:
-            future = executor.submit(simulate, trace, case.engine, case.host, finds_bound=True)
-            future.add_done_callback(partial(note, case))
-            futures.append(future)
         try:
+            for case in cases:
+                future = executor.submit(simulate, trace, case.engine, case.host, finds_bound=True)
+                future.add_done_callback(partial(note, case))
+                futures.append(future)
             return [future.result() for future in futures]
         except BrokenProcessPool as error:
             raise SimulationDiedError(num_processes) from error
