@@ -66,17 +66,17 @@ class Command:
 
 
 COMMANDS = (
-    Command("audit", "kvtier.cli.live.audit", "Show whether a living engine's hits are right, and worth it."),
+    Command("audit", "kvtier.cli.live.audit", "Show whether a running engine's hits are right, and worth it."),
     Command("bench", "kvtier.cli.bench", "Measure kvtier on this machine, against what it allows."),
     Command("demo", "kvtier.cli.demo.command", "Answer questions about documents with a small device pool."),
     Command("doctor", "kvtier.cli.doctor", "Check what kvtier needs on this machine."),
-    Command("drain", "kvtier.cli.live.steer", "Wait until a living engine's tiers have what is pending."),
+    Command("drain", "kvtier.cli.live.steer", "Wait until a running engine's tiers have what is pending."),
     Command("inspect", "kvtier.cli.place.inspect", "Show what a tier has stored: whose, how much, how old."),
     Command("keys", "kvtier.cli.keys", "Manage the keys of encrypted tiers; drop a tenant's."),
     Command(
         "models", "kvtier.cli.models", "Try which models of transformers are served, and from which tiers."
     ),
-    Command("pin", "kvtier.cli.live.steer", "Keep a prefix in a living engine's host memory for a time."),
+    Command("pin", "kvtier.cli.live.steer", "Keep a prefix in a running engine's host memory for a time."),
     Command(
         "plan", "kvtier.cli.plan.command", "Find the cheapest tiers that give a request trace what it needs."
     ),
@@ -84,13 +84,13 @@ COMMANDS = (
     Command("ps", "kvtier.cli.live.overview", "List the engines that run, and how full their tiers are."),
     Command("purge", "kvtier.cli.place.purge", "Remove blocks that a tier has stored."),
     Command(
-        "recent", "kvtier.cli.live.overview", "Show where the last prompts of a living engine came from."
+        "recent", "kvtier.cli.live.overview", "Show where the last prompts of a running engine came from."
     ),
     Command("record", "kvtier.cli.record.command", "Record the requests of a running engine as a trace."),
     Command("simulate", "kvtier.cli.simulate.command", "Replay a request trace: how much would kvtier help?"),
     Command("size", "kvtier.cli.size", "How many tokens of a model fit into host memory?"),
-    Command("stats", "kvtier.cli.live.overview", "Print every number of a living engine."),
-    Command("top", "kvtier.cli.live.top", "Watch a living engine: origins, causes, tiers, queues."),
+    Command("stats", "kvtier.cli.live.overview", "Print every number of a running engine."),
+    Command("top", "kvtier.cli.live.top", "Watch a running engine: origins, causes, tiers, queues."),
     Command("unpin", "kvtier.cli.live.steer", "End the lease of a prefix, or every lease."),
     Command("verify", "kvtier.cli.place.verify", "Read what a tier has stored and check every checksum."),
     Command("why", "kvtier.cli.why", "Say why prompt tokens were computed, and what to do."),

@@ -1,6 +1,6 @@
 """``kvtier why``: where prompts came from, why the rest was computed, and what to do.
 
-It reads the latest requests of a living engine, or those of a recording, or it simulates a trace and takes
+It reads the latest requests of a running engine, or those of a recording, or it simulates a trace and takes
 its records.
 """
 

@@ -1,1 +1,1 @@
-"""Commands that talk to a living engine through its control socket."""
+"""Commands that talk to a running engine through its control socket."""

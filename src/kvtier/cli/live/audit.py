@@ -1,4 +1,4 @@
-"""``kvtier audit``: whether what a living engine loads is right, and what loading saves."""
+"""``kvtier audit``: whether what a running engine loads is right, and what loading saves."""
 
 from collections.abc import Mapping
 from typing import Annotated
@@ -24,7 +24,7 @@ def audit(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what the audit of a living engine has found: wrong blocks, and the time that loaded tokens save.
+    """Show what the audit of a running engine has found: wrong blocks, and the time that loaded tokens save.
 
     Exit status 1 when a block was wrong.
 

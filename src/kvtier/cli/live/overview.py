@@ -47,7 +47,7 @@ def ps(as_json: JsonOption = False) -> None:
 
 
 def stats(instance_id: InstanceArgument = None, as_json: JsonOption = False) -> None:
-    """Print every counter and gauge of a living engine, by dotted name.
+    """Print every counter and gauge of a running engine, by dotted name.
 
     Raises:
         ControlError: the engine cannot be reached.

@@ -1,4 +1,4 @@
-"""``kvtier pin``, ``unpin``, ``prefetch`` and ``drain``: what an operator can make a living engine do.
+"""``kvtier pin``, ``unpin``, ``prefetch`` and ``drain``: what an operator can make a running engine do.
 
 A prefix is given by its token ids, or by its text and the tokenizer of the engine's model. Commands are carried out at
 the end of the engine's next step, so an idle engine carries them out with its next request.
@@ -162,7 +162,7 @@ def purge_living(
     timeout_s: float,
     as_json: bool,
 ) -> None:
-    """Make a living engine forget blocks that are not in use; ``kvtier purge --instance``.
+    """Make a running engine forget blocks that are not in use; ``kvtier purge --instance``.
 
     Args:
         instance_id: the engine.

@@ -112,7 +112,7 @@ def top(
     ] = 1.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Watch a living engine: origins of prompt tokens, causes of computed ones, tiers, queues; Ctrl-C ends it.
+    """Watch a running engine: origins of prompt tokens, causes of computed ones, tiers, queues; Ctrl-C ends it.
 
     Raises:
         ControlError: the engine cannot be reached, or has ended.

@@ -78,7 +78,7 @@ def purge(
     ] = False,
     instance: Annotated[
         str | None,
-        typer.Option(metavar="ID", help="Instead of a place: a living engine removes what is its own."),
+        typer.Option(metavar="ID", help="Instead of a place: a running engine removes what is its own."),
     ] = None,
     tier: Annotated[
         list[str] | None, typer.Option(help='With --instance, "host" or a tier\'s type. May be repeated.')
@@ -92,7 +92,7 @@ def purge(
     """Remove blocks from a tier's place for good. Engines that use it see misses, and go on.
 
     Give at least one of --namespace, --tenant and --older-than, which narrow each other down, or --all. With --instance
-    a living engine removes its own blocks from host memory and its tiers; give --tier, --all or --tenant.
+    a running engine removes its own blocks from host memory and its tiers; give --tier, --all or --tenant.
 
     Raises:
         KVTierError: no selector, a selector that selects nothing, or the place cannot be changed.
