@@ -61,23 +61,22 @@ QUESTIONS = (
         "Why are there no hits?",
         "kvtier why chat",
         ("never_seen", "requests of engine chat"),
-        "Each prompt token is counted once: found somewhere, or computed for a cause. The three largest "
-        "causes come with what to do; "
-        "[troubleshooting](troubleshooting.md) goes through all of them.",
+        "Each prompt token counts once: as found in one place, or as computed for one cause. The command "
+        "says what to do about the three largest causes; [troubleshooting](troubleshooting.md) covers all "
+        "causes.",
     ),
     Question(
         "How full is it?",
         "kvtier ps",
         ("100 % full", "fs 4", " % full", "chat"),
-        "Host memory that is full is normal. A tier that is left out says so here. `kvtier top chat` "
-        "watches the same.",
+        "Full host memory is normal. A tier that is left out is marked here. `kvtier top chat` shows the "
+        "same continuously.",
     ),
     Question(
         "How old are the blocks?",
         "kvtier inspect FOLDER/fs",
         ("blocks by last use: ", "within an hour", "last used"),
-        "Blocks that were last used longer ago than a prefix usually takes to come back are what "
-        "`kvtier purge PLACE --older-than 7d` removes; "
+        "To remove blocks that have not been used for a week, run `kvtier purge PLACE --older-than 7d`; "
         "with `--dry-run` it only counts them.",
     ),
     Question(
@@ -85,58 +84,56 @@ QUESTIONS = (
         "kvtier inspect FOLDER/fs | grep tenant",
         ("no tenant: 40 blocks", "tenant TENANT: 8 blocks"),
         "`--json` has the same by namespace. Tenants of one engine (the setting "
-        "[`tenants`](tenants.md#counting-and-purging)) are counted by their numbers, with `--config FILE` under their "
-        "names. A tag is made from the tenant's `tenant_salt`: "
-        "`python -c 'from kvtier.namespace import tag_tenant; print(tag_tenant(input()))'`.",
+        "[`tenants`](tenants.md#counting-and-purging)) are counted by number, or by name with `--config "
+        "FILE`. This prints the tag for a `tenant_salt`: `python -c 'from kvtier.namespace import "
+        "tag_tenant; print(tag_tenant(input()))'`.",
     ),
     Question(
         "How do I delete what a tenant has?",
         "kvtier purge FOLDER/fs --tenant TENANT",
         ("removed 8 blocks",),
-        "Engines that use the directory see misses, and go on. What an engine of that tenant has in its "
-        "own host memory goes with "
-        "`kvtier purge --instance ID --all`. `--tenant` also takes the name of a "
-        "[tenant of one engine](tenants.md#counting-and-purging); what it has in that engine goes with "
-        "`kvtier purge --instance ID --tenant NAME`.",
+        "Engines that use the directory continue and see misses. `kvtier purge --instance ID --all` also "
+        "removes the blocks in the host memory of that tenant's engine. `--tenant` also takes the name of "
+        "a [tenant of one engine](tenants.md#counting-and-purging); `kvtier purge --instance ID --tenant "
+        "NAME` removes its blocks from that engine.",
     ),
     Question(
         "Is the disk healthy?",
         "kvtier verify FOLDER/fs --max-duration 10m",
         ("40 whole",),
-        "Every block that is read is compared with its checksum. Exit status 1 means damage, and "
-        "`--delete` removes it.",
+        "The command compares every block that it reads with its checksum. Exit status 1 means that a "
+        "block is damaged; `--delete` removes damaged blocks.",
     ),
     Question(
         "What would more memory bring?",
         "kvtier simulate FOLDER/trace --kv-bytes-per-token 512 --device 32KiB --sweep "
         "host=32KiB,64KiB,128KiB,256KiB --prefill 500",
         ("host memory", "fewer prompt tokens", "256KiB"),
-        "The trace is a recording of this engine ([record](record.md)). `--kv-bytes-per-token` is what "
-        "`kvtier size MODEL` prints, "
-        "`--prefill` the prompt tokens that yours computes in a second.",
+        "The trace is a recording of this engine ([record](record.md)). `kvtier size MODEL` prints the "
+        "value for `--kv-bytes-per-token`; `--prefill` is the number of prompt tokens that your engine "
+        "computes in a second.",
     ),
     Question(
         "Is it worth it?",
         "kvtier simulate FOLDER/trace --kv-bytes-per-token 512 --device 32KiB --host 256KiB --prefill 500",
         ("fewer prompt tokens", "less for their first tokens"),
-        "The seconds that all requests together waited less for their first tokens, against the same "
-        "engine without kvtier.",
+        "The last lines show how many seconds less all requests together wait for their first tokens than "
+        "with the same engine without kvtier.",
     ),
     Question(
         "What happens at an upgrade?",
         "kvtier doctor --dir FOLDER/fs",
         ("formats", "block header", "namespace"),
-        "Run it with both versions: where the numbers are equal, blocks stay warm. "
-        "[Upgrading](upgrading.md) says what else must stay as it "
-        "is, and `kvtier verify` of the new version counts what it cannot read.",
+        "Run it with both versions: if the format numbers are equal, the new version finds the blocks of "
+        "the old one. [Upgrading](upgrading.md) says what else must stay equal, and `kvtier verify` of "
+        "the new version counts the blocks that it cannot read.",
     ),
     Question(
         "Where do I alert?",
         "grep -h -E '^ +- alert:|summary:' deploy/prometheus/alerts.yml",
         ("KVTierBreakerOpen", "KVTierDamagedBlocks"),
-        "Give that file to Prometheus, and scrape the address in the last column of `kvtier ps`. "
-        "[Monitoring](monitoring.md#what-to-alert-on) "
-        "says what each alert means and what to do.",
+        "Load that file into Prometheus, and scrape the address in the last column of `kvtier ps`. "
+        "[Monitoring](monitoring.md#what-to-alert-on) says what each alert means and what to do.",
     ),
 )
 
@@ -230,9 +227,9 @@ def shorten(shown: str) -> list[str]:
 
 PREFACE = """# Ten questions
 
-What an operator asks first, each answered by one command in well under a minute. The answers are those of a small
-engine with an fs tier in `/var/cache/kvtier/fs`, and of a tenant's engine that has used the directory too. This page is
-written by a command:
+An operator's first questions, each answered by one command in well under a minute. The answers come from a small
+engine with an fs tier in `/var/cache/kvtier/fs`, and from a tenant's engine that used the same directory. This command
+writes the page:
 
 ```
 python -m scripts.ten_questions

@@ -85,15 +85,15 @@ class TierSettings:
         default=False,
         metadata=setting(
             flag,
-            "a tier that cannot start, whatever lies in its place, is left out; `true` refuses the engine instead",
+            "a tier that cannot start is left out, whatever the reason; with `true` the engine refuses to start",
         ),
     )
     cascade: CascadeMode = field(
         default=CascadeMode.ON_STORE,
         metadata=setting(
             choice(CascadeMode),
-            'durable and shared at once; `"on_evict"` writes blocks shortly before they leave the primary: fewer '
-            "writes, and what is in host memory only ends with the engine",
+            'durable and shared at once; `"on_evict"` writes blocks shortly before host memory evicts them: fewer '
+            "writes, but blocks that are only in host memory are lost with the engine",
         ),
     )
     store_threshold: int = field(
@@ -109,7 +109,7 @@ class TierSettings:
         default=DEFAULT_JOB_TIMEOUT_S,
         metadata=setting(
             seconds_up_to(MAX_JOB_TIMEOUT_S),
-            "a job that hangs gives its slots back; waiting requests are bounded by `lookup_deadline_s`",
+            "a job that hangs fails and frees its slots; `lookup_deadline_s` bounds how long requests wait",
             unit="seconds",
         ),
     )
@@ -117,24 +117,23 @@ class TierSettings:
         default=None,
         metadata=setting(
             size_bytes,
-            "beyond it blocks wait in the primary, unpinned, so that the slowest tier cannot take it from the others",
+            "further blocks wait in host memory, unpinned, so that a slow tier cannot fill it",
             unit="bytes",
-            default_text="an eighth of the primary",
+            default_text="an eighth of host memory",
         ),
     )
     fill: bool = field(
         default=False,
         metadata=setting(
-            flag, "`true` copies what a slower tier has brought up into this one, if it stands above it"
+            flag, "`true` also stores blocks here that are loaded from a slower tier further down the list"
         ),
     )
     policy: str | None = field(
         default=None,
         metadata=setting(
             _parse_policy,
-            "in what order `slab` and `example` evict, any of the [policies](../concepts/policies.md), or "
-            '`"package.module:Class"`; the others order their '
-            "blocks by themselves and refuse it",
+            "eviction order of `slab` and `example`: any of the [policies](../concepts/policies.md), or "
+            '`"package.module:Class"`; the other tiers have an order of their own and refuse it',
             default_text="the tier's own",
         ),
     )

@@ -50,28 +50,27 @@ class FSSettings:
     root_dir: Path = field(
         metadata=setting(
             absolute_path,
-            "the directory; it is made when it is missing, `~` is the home directory",
+            "the directory; created if it is missing; `~` is the home directory",
             unit="absolute path",
         )
     )
     capacity_bytes: int = field(
         metadata=setting(
             size_bytes,
-            "bounds the whole directory, every namespace and engine; where engines differ the smallest counts",
+            "bounds the whole directory, all namespaces and engines; the smallest value of all engines counts",
             unit="bytes",
         )
     )
     shared: bool = field(
         default=True,
-        metadata=setting(
-            flag, "blocks that other processes write are looked for on the disk; `false` skips that"
-        ),
+        metadata=setting(flag, "searches the disk for blocks that other processes wrote; `false` skips that"),
     )
     negative_ttl_s: float = field(
         default=DEFAULT_NEGATIVE_TTL_S,
         metadata=setting(
             seconds,
-            'how long "not there" is believed; longer finds later what others write, shorter looks more often',
+            "how long a negative lookup is cached; longer finds blocks of other engines later, shorter searches more "
+            "often",
             unit="seconds",
         ),
     )
@@ -79,7 +78,7 @@ class FSSettings:
         default=DEFAULT_FILE_MODE,
         metadata=setting(
             parse_file_mode,
-            'private to the user; `"0660"` shares with a group, folders follow',
+            'private to the user; `"0660"` shares with a group; folders get matching permissions',
             unit="octal text",
             default_text='`"0600"`',
         ),
@@ -88,8 +87,8 @@ class FSSettings:
         default=False,
         metadata=setting(
             flag,
-            "`true` lets `capacity_bytes` be less than half of what the directory holds, or other engines in it allow; "
-            "the rest is evicted",
+            "`true` allows a `capacity_bytes` below half of what the directory holds, or of what other engines in it "
+            "allow; the rest is evicted",
         ),
     )
     direct_io: bool | None = field(default=None, metadata=DIRECT_IO)
@@ -98,8 +97,8 @@ class FSSettings:
     num_threads: int | None = field(
         default=None,
         metadata=num_threads_setting(
-            "; through the page cache, and with no number given, no more than there are "
-            "[usable cores](troubleshooting.md#cores) store at the same time"
+            "; without a number, at most as many threads store through the page cache as there are "
+            "[usable cores](troubleshooting.md#cores)"
         ),
     )
 

@@ -59,8 +59,8 @@ class Durability(Enum):
 
 DURABILITY: Mapping[str, Setting] = setting(
     choice(Durability),
-    '`"fdatasync"` reports a store when a loss of power would not undo it; `"none"` leaves that to the kernel, and '
-    "what is torn or missing then is a miss",
+    '`"fdatasync"` reports a store only when it would survive a loss of power; with `"none"` the kernel decides '
+    "when to write, and torn or missing blocks are misses afterwards",
     default_text='`"none"`',
 )
 """The setting ``durability`` of a tier on a disk."""
@@ -68,7 +68,7 @@ DURABILITY: Mapping[str, Setting] = setting(
 
 DIRECT_IO: Mapping[str, Setting] = setting(
     parse_direct_io,
-    "direct where file system and rows allow it; `true` insists, `false` goes through the page cache",
+    "direct I/O if file system and rows allow it; `true` requires it, `false` uses the page cache",
     default_text='`"auto"`',
 )
 """The setting ``direct_io`` of a tier on a disk."""
@@ -78,7 +78,7 @@ def num_threads_setting(more: str = "") -> Mapping[str, Setting]:
     """Return the setting ``num_threads`` of a tier on a disk; ``more`` follows its default in the documentation."""
     return setting(
         whole(1, MAX_THREADS),
-        "fewer leave a fast disk idle, more wait for the same device, cores and interpreter",
+        "fewer leave a fast disk idle; more compete for the same device, cores and interpreter",
         unit=f"1 to {MAX_THREADS}",
         default_text=f"eight for direct I/O on rows of at least 512 KiB, else four{more}",
     )

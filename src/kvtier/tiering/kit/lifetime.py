@@ -15,7 +15,7 @@ loses blocks that another machine, whose clock is ahead, has just written."""
 
 TTL = setting(
     ttl,
-    "a block is right for as long as it is held; a number makes it a miss so long after its store, for [retention]"
+    "blocks do not expire; a number makes a block a miss this long after its store, for [retention]"
     "(tenants.md#how-long-blocks-live)",
     unit="seconds",
     default_text="none",

@@ -125,7 +125,7 @@ class MooncakeSettings:
         default=DEFAULT_NUM_REPLICAS,
         metadata=setting(
             whole(1, MAX_REPLICAS),
-            "two survive a provider's death and take twice the memory; where providers lack there are fewer",
+            "two survive a provider's failure and take twice the memory; with too few providers there are fewer",
             unit=f"1 to {MAX_REPLICAS}",
         ),
     )
@@ -133,12 +133,12 @@ class MooncakeSettings:
         default=DEFAULT_LOCAL_HOST,
         metadata=setting(
             parse_host,
-            "the store has no authentication: the address leaves the machine only on request",
+            "the store has no authentication: other machines get an address only if you set one",
         ),
     )
     protocol: Protocol = field(
         default=Protocol.TCP,
-        metadata=setting(choice(Protocol), 'works everywhere; `"rdma"` has not been tried'),
+        metadata=setting(choice(Protocol), 'works everywhere; `"rdma"` has not been tested'),
     )
     timeout_s: float = field(
         default=DEFAULT_TIMEOUT_S,
@@ -160,7 +160,7 @@ class MooncakeSettings:
         default=None,
         metadata=setting(
             refuse_ttl,
-            "refused: the store knows no time to live ([retention](tenants.md#how-long-blocks-live))",
+            "refused: the store has no time to live ([retention](tenants.md#how-long-blocks-live))",
             default_text="none",
         ),
     )

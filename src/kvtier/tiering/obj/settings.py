@@ -81,19 +81,20 @@ class ObjSettings:
     url: str = field(
         metadata=setting(
             parse_url,
-            "`s3://bucket`, `gs://bucket`, `az://container`, `https://host`, and for trying out `file:///folder` and "
+            "`s3://bucket`, `gs://bucket`, `az://container`, `https://host`, and for tests `file:///folder` and "
             "`memory://`; credentials come from the environment or a named profile, never from here",
         )
     )
     prefix: str = field(
         default=DEFAULT_PREFIX,
-        metadata=setting(text, "what names begin with, so that a bucket may hold other things"),
+        metadata=setting(text, "prefix of all names, so that a bucket may hold other objects"),
     )
     capacity_bytes: int | None = field(
         default=None,
         metadata=setting(
             size_bytes,
-            "left to the store's own life cycle; else at least 64 blocks, the oldest are deleted in bulk",
+            "left to the store's own lifecycle rules; a number, at least 64 blocks, makes kvtier delete the oldest in "
+            "bulk",
             unit="bytes",
         ),
     )
@@ -101,7 +102,7 @@ class ObjSettings:
         default=DEFAULT_BLOCKS_PER_OBJECT,
         metadata=setting(
             whole(1, MAX_BLOCKS_PER_OBJECT),
-            "more need a pointer for each block, and gained nothing in put where it was measured",
+            "more need a pointer for each block, and did not speed up puts in measurements",
             unit=f"1 to {MAX_BLOCKS_PER_OBJECT}",
         ),
     )
@@ -110,7 +111,7 @@ class ObjSettings:
         default=DEFAULT_TIMEOUT_S,
         metadata=setting(
             parse_timeout,
-            "one request to its last byte; connecting takes one second of it at most",
+            "for one request up to its last byte; connecting may take one second of it",
             unit="seconds",
         ),
     )
@@ -118,7 +119,7 @@ class ObjSettings:
         default=DEFAULT_NUM_THREADS,
         metadata=setting(
             whole(1, MAX_THREADS),
-            "requests in flight: a store answers single connections slowly",
+            "requests in flight: a single connection to a store is slow",
             unit=f"1 to {MAX_THREADS}",
         ),
     )
@@ -129,10 +130,10 @@ class ObjSettings:
         ),
     )
     region: str | None = field(
-        default=None, metadata=setting(parse_region, "what the environment says; S3 only")
+        default=None, metadata=setting(parse_region, "taken from the environment; S3 only")
     )
     allow_http: bool = field(
-        default=False, metadata=setting(flag, "blocks cross no network unencrypted unless set")
+        default=False, metadata=setting(flag, "without it no block crosses a network unencrypted")
     )
     ca_file: Path | None = field(
         default=None,

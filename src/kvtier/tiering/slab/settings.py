@@ -27,14 +27,14 @@ class SlabSettings:
     path: Path = field(
         metadata=setting(
             absolute_path,
-            "the file, in a folder that exists; one engine owns it while it runs",
+            "the file, in an existing folder; one engine owns it while it runs",
             unit="absolute path",
         )
     )
     capacity_bytes: int = field(
         metadata=setting(
             size_bytes,
-            "the length that the file has at most, reserved on the disk at the start",
+            "the maximal length of the file, reserved on the disk at the start",
             unit="bytes",
         )
     )
@@ -42,7 +42,7 @@ class SlabSettings:
         default=False,
         metadata=setting(
             flag,
-            "`true` lets `capacity_bytes` be less than the length of the file that is there, which is emptied then",
+            "`true` allows a `capacity_bytes` below the length of the existing file, which is then emptied",
         ),
     )
     direct_io: bool | None = field(default=None, metadata=DIRECT_IO)

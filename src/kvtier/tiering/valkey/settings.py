@@ -76,18 +76,18 @@ class ValkeySettings:
     url: Endpoint = field(
         metadata=setting(
             parse_url,
-            "`redis://`, `valkey://`, with TLS `rediss://`, `valkeys://`; user and password better come from "
+            "`redis://`, `valkey://`, with TLS `rediss://`, `valkeys://`; set user and password in the environment, "
             f"{USERNAME_VARIABLE} and {PASSWORD_VARIABLE}",
         )
     )
     cluster: bool = field(
-        default=False, metadata=setting(flag, "`true` when the server is a node of a cluster")
+        default=False, metadata=setting(flag, "`true` if the server is a node of a cluster")
     )
     ttl_s: float | None = field(
         default=DEFAULT_TTL_S,
         metadata=setting(
             parse_ttl,
-            "a day after its last use a block is forgotten, also when its engine is gone for good; 0 keeps it",
+            "a block expires a day after its last use, even if no engine runs any more; 0 keeps it",
             unit="seconds",
         ),
     )
@@ -95,7 +95,7 @@ class ValkeySettings:
         default=True,
         metadata=setting(
             flag,
-            "what is used is worth keeping; `false` counts `ttl_s` from the store, for "
+            "each use restarts `ttl_s`; `false` counts it from the store, for "
             "[retention](tenants.md#how-long-blocks-live)",
         ),
     )
@@ -103,7 +103,7 @@ class ValkeySettings:
         default=DEFAULT_TIMEOUT_S,
         metadata=setting(
             seconds_up_to(MAX_TIMEOUT_S),
-            "without a byte for so long a server counts as hung",
+            "a server that sends no byte for this long counts as hung",
             unit="seconds",
         ),
     )
