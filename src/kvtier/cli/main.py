@@ -66,7 +66,9 @@ class Command:
 
 
 COMMANDS = (
-    Command("audit", "kvtier.cli.live.audit", "Show whether a running engine's hits are right, and worth it."),
+    Command(
+        "audit", "kvtier.cli.live.audit", "Show whether a running engine's hits are right, and worth it."
+    ),
     Command("bench", "kvtier.cli.bench", "Measure kvtier on this machine, against what it allows."),
     Command("demo", "kvtier.cli.demo.command", "Answer questions about documents with a small device pool."),
     Command("doctor", "kvtier.cli.doctor", "Check what kvtier needs on this machine."),
