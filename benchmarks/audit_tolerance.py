@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from kvtier.cpu.compare import Floats, Tolerance, measure
+from kvtier.engines.transformers.model_adapter import find_cache_name
 
 BLOCK_TOKENS = 16
 PROMPT_TOKENS = 384
@@ -105,7 +106,7 @@ def compute(
     """Return keys and values of each layer, each of shape (prompts, heads, tokens, numbers)."""
     cache = DynamicCache(config=model.config)
     for first in range(0, prompts.shape[1], chunk_tokens):
-        model(prompts[:, first : first + chunk_tokens], past_key_values=cache, use_cache=True)
+        model(prompts[:, first : first + chunk_tokens], **{find_cache_name(model): cache}, use_cache=True)
     layers: list[Any] = list(cache.layers)  # Any: each kind of layer has other attributes
     return [(layer.keys, layer.values) for layer in layers]
 

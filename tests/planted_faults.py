@@ -7,11 +7,14 @@ the host memory of an engine with the right model and see whether its audit find
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from kvtier.engines.transformers.model_adapter import find_cache_name
 
 Numbers = npt.NDArray[np.float32]
 """Keys and values, shape (layers, 2, heads, tokens, numbers of a head)."""
@@ -99,7 +102,9 @@ class FaultyModels:
 def keys_and_values(model: LlamaForCausalLM, tokens: Sequence[int]) -> Numbers:
     """Return what a model caches for a prompt."""
     torch.nn.Module.eval(model)
-    layers = model(torch.tensor([list(tokens)]), use_cache=True).past_key_values.layers
+    cache = DynamicCache(config=model.config)
+    model(torch.tensor([list(tokens)]), use_cache=True, **{find_cache_name(model): cache})
+    layers: list[Any] = list(cache.layers)  # Any: each kind of layer has other attributes
     pairs = [torch.stack([layer.keys[0], layer.values[0]]) for layer in layers]
     found: Numbers = torch.stack(pairs).float().numpy()
     return found

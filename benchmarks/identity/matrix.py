@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks.identity.changes import BLOCK_TOKENS, Change, Side
 from benchmarks.identity.peers import PEERS, KeyFields, Peer
@@ -19,7 +19,7 @@ from benchmarks.identity.row import Row
 from kvtier.config import OffloadingConfig
 from kvtier.engines.transformers import EngineConfig, KVTierEngine
 from kvtier.engines.transformers.identity import make_offloading_config
-from kvtier.engines.transformers.model_adapter import ModelAdapter
+from kvtier.engines.transformers.model_adapter import ModelAdapter, find_cache_name
 from kvtier.engines.transformers.request import make_prompt_hasher
 from kvtier.errors import SequenceLengthError
 
@@ -94,8 +94,10 @@ def keys_and_values(side: Side, num_tokens: int) -> list[torch.Tensor]:
     """Return what a plain run of the model caches for a prompt, key and value of each layer."""
     model: PreTrainedModel = side.model
     torch.nn.Module.eval(model)
-    cache = model(torch.tensor([list(side.prompt)]), use_cache=True).past_key_values
-    return [one[..., :num_tokens, :] for layer in cache.layers for one in (layer.keys, layer.values)]
+    cache = DynamicCache(config=model.config)
+    model(torch.tensor([list(side.prompt)]), use_cache=True, **{find_cache_name(model): cache})
+    layers: list[Any] = list(cache.layers)  # Any: each kind of layer has other attributes
+    return [one[..., :num_tokens, :] for layer in layers for one in (layer.keys, layer.values)]
 
 
 def separates(peer: Peer, first: Side, second: Side) -> bool:

@@ -29,7 +29,7 @@ def main() -> None:
             cache = engine.cache_for(input_ids)
             output: torch.Tensor = model.generate(  # type: ignore[misc,assignment]  # typed for every kind of output
                 input_ids,
-                past_key_values=cache,
+                cache=cache,  # before transformers 5.24: past_key_values
                 attention_mask=torch.ones_like(input_ids),
                 max_new_tokens=16,
                 do_sample=False,

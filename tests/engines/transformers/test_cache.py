@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from tests.cache_name import CACHE_NAME
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from kvtier.engines.transformers import KVTierCache, KVTierEngine
@@ -25,7 +26,7 @@ def generate(
     """Return the whole output and the logits of its new tokens."""
     output = cast("Any", model).generate(  # Any: the annotations of transformers do not fit its models
         torch.tensor([prompt]),
-        past_key_values=cache,
+        **{CACHE_NAME: cache},
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         max_new_tokens=NUM_NEW_TOKENS,
         do_sample=False,
@@ -114,7 +115,7 @@ def test_a_batch_is_refused(llama: LlamaForCausalLM, prompt: list[int], make_eng
     with pytest.raises(ConfigError, match="one sequence"):
         engine.cache_for(torch.tensor([prompt, prompt]))
     with pytest.raises(ModelError, match="batch of 2"):
-        llama(torch.tensor([prompt, prompt]), past_key_values=engine.cache_for(prompt))
+        llama(torch.tensor([prompt, prompt]), **{CACHE_NAME: engine.cache_for(prompt)})
 
 
 def test_a_sequence_larger_than_the_pool_is_refused_at_commit(
@@ -165,7 +166,7 @@ def test_prompt_lookup_is_refused_or_right(
     try:
         output = cast("Any", llama).generate(  # Any: as above
             torch.tensor([prompt]),
-            past_key_values=cache,
+            **{CACHE_NAME: cache},
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
             max_new_tokens=NUM_NEW_TOKENS,
             prompt_lookup_num_tokens=3,

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from tests.cache_name import CACHE_NAME
 from tests.engines.transformers.architectures import (
     IMAGE_TOKEN_ID,
     MakeModel,
@@ -84,7 +85,7 @@ def test_these_models_answer_otherwise_when_one_cached_block_is_wrong(
     prompt = TEXT[:LONG]
     with engine.cache_for(prompt) as cache:
         cast("Any", model)(
-            torch.tensor([prompt]), past_key_values=cache
+            torch.tensor([prompt]), **{CACHE_NAME: cache}
         )  # Any: a module's call is not annotated
         for layer in cache.sequence_layers:
             layer.key_buffer[96:104].neg_()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.cache_name import CACHE_NAME
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -95,7 +96,7 @@ class ForgetfulLlama(LlamaForCausalLM):  # type: ignore[no-untyped-call]  # tran
     """Takes a cache and does not use it."""
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        kwargs.pop("past_key_values")
+        kwargs.pop(CACHE_NAME)
         return super().forward(*args, **kwargs)
 
 
@@ -128,10 +129,10 @@ def change_by_cut(model: PreTrainedModel) -> float:
     """Return how far the logits of a prompt in two passes are from those in one, relative to these."""
     ids = torch.randint(3, 90, (1, 48), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        whole = model(input_ids=ids, past_key_values=make_cache(model), use_cache=True).logits[0, -1]
+        whole = model(input_ids=ids, **{CACHE_NAME: make_cache(model)}, use_cache=True).logits[0, -1]
         cache = make_cache(model)
-        model(input_ids=ids[:, :24], past_key_values=cache, use_cache=True)
-        parts = model(input_ids=ids[:, 24:], past_key_values=cache, use_cache=True).logits[0, -1]
+        model(input_ids=ids[:, :24], **{CACHE_NAME: cache}, use_cache=True)
+        parts = model(input_ids=ids[:, 24:], **{CACHE_NAME: cache}, use_cache=True).logits[0, -1]
     return float((whole - parts).norm() / whole.norm())
 
 

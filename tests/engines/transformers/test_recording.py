@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.cache_name import CACHE_NAME
 from tests.engines.transformers.conftest import MakeEngine
 from transformers import LlamaForCausalLM
 
@@ -95,7 +96,7 @@ def test_a_prompt_whose_cache_is_filled_and_given_back_is_one_request(
 ) -> None:
     engine = make_engine(llama, extra_config=settings)
     with engine.cache_for(prompt) as cache, torch.no_grad():
-        llama(torch.tensor([prompt]), past_key_values=cache, use_cache=True)
+        llama(torch.tensor([prompt]), **{CACHE_NAME: cache}, use_cache=True)
     engine.shutdown()
 
     (request,) = read_trace(path).requests

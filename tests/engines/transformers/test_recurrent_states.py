@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.cache_name import CACHE_NAME
 from tests.engines.transformers.recurrent_models import MAKERS
 from tests.engines.transformers.test_engine_faults import FailingSpec, TamperingDriver
 from transformers import PreTrainedModel
 
 from kvtier.config import OffloadingConfig
 from kvtier.engines.transformers import GenerationResult, KVTierEngine
+from kvtier.engines.transformers.model_adapter import find_cache_name
 from kvtier.engines.transformers.paged_cache import PagedKVCache
 from kvtier.errors import ConfigError, ModelError
 
@@ -356,7 +358,7 @@ def test_plain_generate_goes_on_from_a_cache_with_states(
     for sources in ({"computed": 75}, {"device": 64, "computed": 11}):
         cache = engine.cache_for(ids)
         assert cache.sources == sources
-        output = generate(ids, past_key_values=cache, pad_token_id=0, **options)
+        output = generate(ids, **{CACHE_NAME: cache}, pad_token_id=0, **options)
         assert torch.equal(output, expected)
         assert cache.commit(output) == 64
     cache = engine.cache_for(ids)
@@ -396,7 +398,7 @@ def test_a_model_that_goes_on_by_token_keeps_the_last_state_of_a_prompt_computed
     for length in (75, 40):
         cut = ids[:, :length]
         options["attention_mask"] = torch.ones_like(cut)
-        found = generate(cut, past_key_values=engine.cache_for(cut), **options)
+        found = generate(cut, **{CACHE_NAME: engine.cache_for(cut)}, **options)
         assert torch.equal(found, generate(cut, **options))
 
 
@@ -406,9 +408,9 @@ def test_generate_of_a_model_with_states_alone_takes_no_cache(start: MakeEngine,
         engine.cache_for(prompt)
 
 
-def forget_the_first_state(_module: object, _args: object, kwargs: dict[str, Any]) -> None:
+def forget_the_first_state(module: PreTrainedModel, _args: object, kwargs: dict[str, Any]) -> None:
     """Empty the first layer's state before a pass, as if a part of it were kept elsewhere and lost."""
-    state = kwargs["cache_params"].layers[0].recurrent_states[0]
+    state = kwargs[find_cache_name(module)].layers[0].recurrent_states[0]
     if state is not None:
         state.zero_()
 

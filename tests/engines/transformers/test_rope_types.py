@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from tests.cache_name import CACHE_NAME
 from tests.engines.transformers.architectures import (
     ORIGINAL_LENGTH,
     ROPES,
@@ -138,7 +139,7 @@ def generate(
     """Return the tokens of ``model.generate`` with a cache."""
     output = cast("Any", model).generate(  # Any: the annotations of transformers do not fit its models
         torch.tensor([prompt]),
-        past_key_values=cache,
+        **{CACHE_NAME: cache},
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         do_sample=False,
         eos_token_id=None,

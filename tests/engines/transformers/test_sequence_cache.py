@@ -1,6 +1,7 @@
 """A sequence cache is to a model what transformers' own growing cache is."""
 
 import torch
+from tests.cache_name import CACHE_NAME
 from transformers import DynamicCache, LlamaForCausalLM
 
 from kvtier.engines.transformers.model_adapter import KVShape, LayerShape, ModelAdapter
@@ -47,10 +48,10 @@ def test_a_model_cannot_tell_it_from_a_dynamic_cache(llama: LlamaForCausalLM, pr
     shape = ModelAdapter(llama).shape
     inputs = torch.tensor([prompt])
     with torch.no_grad():
-        expected = llama(inputs, past_key_values=DynamicCache()).logits
+        expected = llama(inputs, **{CACHE_NAME: DynamicCache()}).logits
         cache = SequenceCache(shape)
         pieces = [
-            llama(inputs[:, first : first + 20], past_key_values=cache).logits for first in range(0, 75, 20)
+            llama(inputs[:, first : first + 20], **{CACHE_NAME: cache}).logits for first in range(0, 75, 20)
         ]
     assert float((torch.cat(pieces, dim=1) - expected).abs().max()) < 1e-4
 

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from tests.cache_name import CACHE_NAME
 from transformers import LlamaForCausalLM
 
 from kvtier.engines.transformers import KVTierEngine
@@ -75,7 +76,7 @@ def test_a_cache_for_generate_is_of_its_tenant(
     ids = torch.tensor([prompt])
     with engine.cache_for(ids, tenant="alice") as cache:
         cast("Any", llama).generate(  # Any: the annotations of transformers do not fit its models
-            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=1, pad_token_id=0
+            ids, attention_mask=torch.ones_like(ids), **{CACHE_NAME: cache}, max_new_tokens=1, pad_token_id=0
         )
     assert engine.cache_for(ids, tenant="bob").sources["computed"] == 75
     assert engine.cache_for(ids, tenant="alice").sources["computed"] == 3

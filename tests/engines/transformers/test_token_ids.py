@@ -6,6 +6,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from tests.cache_name import CACHE_NAME
 from tests.engines.transformers.conftest import MakeEngine
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -84,7 +85,7 @@ def test_what_generate_returns_as_a_dict_is_committed(
     cache = engine.cache_for(prompt)
     output = cast("Any", llama).generate(  # Any: the annotations of transformers do not fit its models
         torch.tensor([prompt]),
-        past_key_values=cache,
+        **{CACHE_NAME: cache},
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         max_new_tokens=6,
         do_sample=False,

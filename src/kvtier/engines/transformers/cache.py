@@ -3,7 +3,7 @@
 One line changes:
 
     cache = engine.cache_for(input_ids)
-    output = model.generate(input_ids, past_key_values=cache, max_new_tokens=32)
+    output = model.generate(input_ids, cache=cache, max_new_tokens=32)
     cache.commit(output)
 
 transformers reads from the cache how many tokens it holds and computes the others. The engine can serve requests while

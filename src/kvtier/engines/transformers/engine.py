@@ -175,7 +175,9 @@ class KVTierEngine:
         return stream.result
 
     def cache_for(self, input_ids: TokenIds, *, tenant: str | None = None) -> KVTierCache:
-        """Return a cache for ``model.generate(input_ids, past_key_values=cache)``, filled from the tiers.
+        """Return a cache for ``model.generate(input_ids, cache=cache)``, filled from the tiers.
+
+        Before transformers 5.24 the argument of ``generate`` is named ``past_key_values``.
 
         Args:
             input_ids: the prompt.

@@ -52,8 +52,9 @@ SERVED_LAYER_TYPES = (
 """Layers that hold one key and one value for each token, recurrent states, both or nothing; subclasses hold more and
 are refused."""
 
-STATE_MODEL_CACHE = "cache_params"
-"""Name of the argument with the cache in models that have nothing but recurrent states; others say past_key_values."""
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+"""Names of the argument with the cache: of all models since transformers 5.24 of November 2026, of most models before,
+and of models before that have nothing but recurrent states."""
 
 CACHE_SUPPORT_METHOD = "_supports_default_dynamic_cache"
 """transformers' private method that returns whether a model supports the common cache; there is no public one."""
@@ -187,6 +188,7 @@ class ModelAdapter:
         model: the model, in evaluation mode.
         shape: the KV that a token adds to its cache.
         rope: the ranges of lengths within which keys of one prefix are the same.
+        cache_name: the argument of ``model`` and ``model.generate`` with the cache, one of ``CACHE_NAMES``.
         media_token_ids: placeholder tokens of images, sounds and videos.
 
     Raises:
@@ -212,7 +214,7 @@ class ModelAdapter:
         self._vocabulary_size = _vocabulary_size(model)
         parameters = inspect.signature(model.forward).parameters
         self._last_logits_only = "logits_to_keep" in parameters
-        self._cache_name = _cache_name(model)
+        self.cache_name = find_cache_name(model)
         # Some of the models with states (Bamba, in transformers 5.23) count positions from zero in each pass.
         self._gives_positions = bool(self.shape.states and self.shape.layers and "position_ids" in parameters)
 
@@ -229,7 +231,7 @@ class ModelAdapter:
     @property
     def can_generate_with_cache(self) -> bool:
         """Whether ``model.generate`` takes a cache that holds a prefix; models with states alone compute it anew."""
-        return self._cache_name != STATE_MODEL_CACHE
+        return bool(self.shape.layers)
 
     @torch.no_grad()
     def forward(self, token_ids: Sequence[int], cache: Cache) -> torch.Tensor:
@@ -246,7 +248,7 @@ class ModelAdapter:
             first = cache.get_seq_length()
             positions = torch.arange(first, first + len(token_ids), device=self.shape.device)
             options["position_ids"] = positions.unsqueeze(0)
-        options[self._cache_name] = cache
+        options[self.cache_name] = cache
         output = self._module(input_ids=inputs, use_cache=True, **options)
         last: torch.Tensor = output.logits[0, -1]
         return last.float().cpu()
@@ -284,10 +286,18 @@ def _vocabulary_size(model: PreTrainedModel) -> int:
     return weight.shape[0]
 
 
-def _cache_name(model: PreTrainedModel) -> str:
-    parameters = inspect.signature(model.forward).parameters
-    is_state_model = STATE_MODEL_CACHE in parameters and "past_key_values" not in parameters
-    return STATE_MODEL_CACHE if is_state_model else "past_key_values"
+def find_cache_name(model: PreTrainedModel) -> str:
+    """Return which of ``CACHE_NAMES`` is the argument of ``model`` with the cache.
+
+    A class that passes arguments on (``**kwargs``) has the name of the class that it extends.
+    """
+    functions = (model.forward, *(each.forward for each in type(model).__mro__ if hasattr(each, "forward")))
+    for function in functions:
+        parameters = inspect.signature(function).parameters
+        found = next((name for name in CACHE_NAMES if name in parameters), None)
+        if found is not None:
+            return found
+    return "past_key_values"
 
 
 def _probe(model: PreTrainedModel) -> KVShape:
@@ -307,7 +317,7 @@ def _fill_cache(model: PreTrainedModel, num_tokens: int) -> DynamicCache:
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     _require_served_layers(model, cache)
     inputs = torch.full((1, num_tokens), PROBE_TOKEN_ID, device=model.device)
-    caches = {_cache_name(model): cache}
+    caches = {find_cache_name(model): cache}
     try:
         model.forward(input_ids=inputs, use_cache=True, **caches)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:

@@ -138,9 +138,8 @@ def _generate(adapter: ModelAdapter, token_ids: Sequence[int]) -> SequenceCache:
     usual = model.generation_config
     try:
         model.generation_config = make_config()
-        model.generate(
-            inputs, attention_mask=torch.ones_like(inputs), past_key_values=cache, generation_config=once
-        )
+        options = {"attention_mask": torch.ones_like(inputs), adapter.cache_name: cache}
+        model.generate(inputs, **options, generation_config=once)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise ModelError(f"{_name(adapter)} cannot generate with a KV cache: {error}") from error
     finally:

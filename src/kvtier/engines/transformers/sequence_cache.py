@@ -232,6 +232,8 @@ class StateAndSequenceLayer(StateLayer, SequenceLayer):  # type: ignore[misc,no-
         capacity_tokens: initial capacity; the buffers grow when needed.
     """
 
+    is_compileable = False
+
     def __init__(
         self,
         shapes: Sequence[StateShape],

@@ -23,6 +23,7 @@ HIDDEN = 48
 SIZES: Mapping[str, object] = {
     "vocab_size": VOCABULARY,
     "vocab_size_per_layer_input": VOCABULARY,
+    "unpadded_vocab_size": VOCABULARY,
     "hidden_size_per_layer_input": 8,
     **dict.fromkeys(
         ("hidden_size", "d_model", "n_embd", "embed_dim", "embedding_size", "word_embed_proj_dim"), HIDDEN
@@ -90,6 +91,7 @@ OWN: Mapping[str, Mapping[str, object]] = {
     "bamba": {"attn_layer_indices": [2]},
     "blt": {"encoder_hash_byte_group_vocab": VOCABULARY},
     "codegen": {"rotary_dim": 8},
+    "dory": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
     "gemma3n_text": {"num_kv_shared_layers": 1, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gptj": {"rotary_dim": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 20},
@@ -127,11 +129,16 @@ TEXT_PARTS = (
 
 def list_model_types() -> list[str]:
     """Return the types of models that transformers offers as causal language models, one for each class, sorted."""
-    # The shortest name of those that share a class.
     by_class: dict[str, str] = {}
-    for model_type in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, key=lambda name: (len(name), name)):
+    for model_type in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, key=_order_within_class):
         by_class.setdefault(_class_name(model_type), model_type)
     return sorted(by_class.values())
+
+
+def _order_within_class(model_type: str) -> tuple[bool, int, str]:
+    """Sort the types that share a class: first the one that the class is named after, then the shortest."""
+    is_other = not _class_name(model_type).lower().startswith(model_type.replace("_", ""))
+    return is_other, len(model_type), model_type
 
 
 def require_model_type(model_type: str) -> None:
