@@ -27,7 +27,7 @@ def main() -> None:
     with KVTierEngine(model, config) as engine:
         for _ in range(2):
             cache = engine.cache_for(input_ids)
-            output: torch.Tensor = model.generate(  # type: ignore[misc,assignment]  # typed for every kind of output
+            output: torch.Tensor = model.generate(
                 input_ids,
                 cache=cache,  # before transformers 5.24: past_key_values
                 attention_mask=torch.ones_like(input_ids),
