@@ -4,6 +4,7 @@ Nothing is downloaded. vLLM's own dummy weights are so small that a model answer
 here they are large enough that a wrong page is another answer.
 """
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,9 @@ WINDOW_TOKENS = 256
 
 DECAY_PER_TOKEN = 0.002
 """About how much of its recurrent state a layer forgets with each token."""
+
+DRAFTED_TOKEN = 0
+"""What the MTP layer of ``save_drafting_qwen3_next`` always drafts."""
 
 COMMON: dict[str, Any] = {  # Any: arguments of transformers' configurations
     "vocab_size": VOCAB_SIZE,
@@ -90,7 +94,9 @@ def save_deepseek(folder: Path, seed: int = SEED) -> Path:
     return _save(folder, DeepseekV2ForCausalLM, config, seed)
 
 
-def save_qwen3_next(folder: Path, seed: int = SEED, *, num_kv_heads: int = 2) -> Path:
+def save_qwen3_next(
+    folder: Path, seed: int = SEED, *, num_kv_heads: int = 2, num_experts_per_token: int = 2
+) -> Path:
     """Save a Qwen3-Next: three layers with a recurrent state, one with full attention, each with four experts."""
     config = Qwen3NextConfig(
         **{**COMMON, "num_key_value_heads": num_kv_heads},
@@ -100,7 +106,7 @@ def save_qwen3_next(folder: Path, seed: int = SEED, *, num_kv_heads: int = 2) ->
         linear_key_head_dim=64,
         linear_value_head_dim=64,
         num_experts=4,
-        num_experts_per_tok=2,
+        num_experts_per_tok=num_experts_per_token,
         moe_intermediate_size=128,
         shared_expert_intermediate_size=128,
         tie_word_embeddings=False,
@@ -112,6 +118,33 @@ def save_qwen3_next(folder: Path, seed: int = SEED, *, num_kv_heads: int = 2) ->
             # As drawn, a state forgets within a few tokens, and a wrong one would hardly change an answer.
             layer.linear_attn.A_log.fill_(math.log(DECAY_PER_TOKEN))
         model.save_pretrained(folder)
+    return folder
+
+
+def save_drafting_qwen3_next(folder: Path, seed: int = SEED) -> Path:
+    """Save a Qwen3-Next with the layer that predicts several tokens (MTP), whose drafts are ``DRAFTED_TOKEN`` alone.
+
+    A token goes through every expert. Where it goes through some, rounding decides which, and answers of engines that
+    round otherwise cannot be compared.
+    """
+    save_qwen3_next(folder, seed, num_experts_per_token=4)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    attention = "model.layers.3."
+    tensors |= {
+        name.replace(attention, "mtp.layers.0."): tensor.clone()
+        for name, tensor in tensors.items()
+        if name.startswith(attention)
+    }
+    size = COMMON["hidden_size"]
+    generator = torch.Generator().manual_seed(seed)
+    tensors["mtp.fc.weight"] = torch.randn(size, 2 * size, generator=generator) * 0.05
+    tensors |= {f"mtp.pre_fc_norm_{part}.weight": torch.zeros(size) for part in ("hidden", "embedding")}
+    # The norm multiplies by one more than this, so all logits are equal and the first token is taken.
+    tensors["mtp.norm.weight"] = torch.full((size,), -1.0)
+    save_file(tensors, path, {"format": "pt"})
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 1}))
     return folder
 
 

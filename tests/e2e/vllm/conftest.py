@@ -50,6 +50,14 @@ def qwen3_next(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_qwen3_next(tmp_path_factory.mktemp("qwen3-next")))
 
 
+@pytest.fixture(scope="session")
+def drafting_qwen3_next(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the folder of a Qwen3-Next that has a layer to draft with."""
+    from tests.e2e.vllm.checkpoints import save_drafting_qwen3_next
+
+    return str(save_drafting_qwen3_next(tmp_path_factory.mktemp("drafting-qwen3-next")))
+
+
 class Controls:
     """Answers of vLLM without kvtier to the prompts of ``make_cycle(NUM_PROMPTS)``.
 

@@ -36,6 +36,7 @@ class EngineOptions:
         environment: variables of the engine's processes.
         is_asynchronous: plan each step while the one before it is computed, as vLLM does on GPUs by default.
         keeps_prefix_caching: keep prefixes of latents (MLA), which vLLM does not on CPUs without AMX tiles.
+        has_state_kernels: put stand-ins for the kernels with which vLLM drafts beside recurrent states.
     """
 
     model: str
@@ -46,6 +47,7 @@ class EngineOptions:
     environment: dict[str, str] = field(default_factory=dict)
     is_asynchronous: bool = False
     keeps_prefix_caching: bool = False
+    has_state_kernels: bool = False
 
 
 BLOCK_TOKENS = 32
@@ -125,7 +127,7 @@ class EngineHost:
     """One ``LLM`` whose engine core can be stepped by hand."""
 
     def __init__(self, options: EngineOptions) -> None:
-        from tests.e2e.vllm import failing_tier, throttled_tier
+        from tests.e2e.vllm import failing_tier, state_kernels, throttled_tier
         from vllm import LLM
 
         failing_tier.register()
@@ -134,6 +136,8 @@ class EngineHost:
             schedule_asynchronously()
         if options.keeps_prefix_caching:
             keep_prefix_caching()
+        if options.has_state_kernels:
+            state_kernels.register()
         transfer_config = None
         if options.settings is not None:
             transfer_config = {
@@ -277,6 +281,10 @@ class EngineHost:
     def zero_held_block(self, prompt: Sequence[int], group: int, token: int) -> None:
         """Zero what host memory holds of the block of one KV group that covers a token of a prompt."""
         self._rows[self._slot_of(prompt, group, token)] = 0
+
+    def swap_held_blocks(self, prompt: Sequence[int], other: Sequence[int], group: int, token: int) -> None:
+        """Swap what host memory holds of the blocks of one KV group that cover a token of two prompts."""
+        self.swap_slots(self._slot_of(prompt, group, token), self._slot_of(other, group, token))
 
     def flip_held_byte(self, prompt: Sequence[int], group: int, token: int, byte: int) -> None:
         """Flip a bit of one byte of what host memory holds of the block that covers a token of a prompt."""

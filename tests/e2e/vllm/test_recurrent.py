@@ -9,7 +9,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 import vllm
 from tests.e2e.vllm.answers import Answer, assert_clearly_other, assert_same
-from tests.e2e.vllm.engine_process import EngineFailedError, EngineProcess
+from tests.e2e.vllm.engine_process import EngineProcess
 from tests.e2e.vllm.faulty_spec import CopyFaults
 from tests.e2e.vllm.prompts import make_prompt
 from tests.e2e.vllm.recurrent import (
@@ -22,7 +22,6 @@ from tests.e2e.vllm.recurrent import (
 )
 from tests.e2e.vllm.test_failed_loads import FAULTY
 from tests.e2e.vllm.test_fs_tier import settings_with
-from tests.e2e.vllm.test_schedulers import NGRAM
 
 pytestmark = pytest.mark.skipif(
     vllm.__version_tuple__[:2] < (0, 32), reason="this vLLM does not say which blocks hold a recurrent state"
@@ -176,11 +175,3 @@ def test_a_restarted_engine_is_answered_from_disk_and_computes_what_is_damaged_t
     assert_same(answers, recurrent_controls)
     assert found_of(answers) == [0, 0, 0, *FOUND[3:]]
     assert stats["connector.loaded_tokens.fs"] == sum(FOUND[3:])
-
-
-def test_drafts_beside_states_are_refused_at_start(qwen3_next: str) -> None:
-    # Without kvtier vLLM 0.32 starts on a CPU, and ends at the first request: its kernels for this need Triton.
-    options = options_with(qwen3_next, {"cpu_bytes_to_use": "64MiB"}, engine_arguments=NGRAM)
-
-    with pytest.raises(EngineFailedError, match=r"speculative_config='ngram'.*recurrent states"):
-        EngineProcess(options).__enter__()

@@ -1,6 +1,7 @@
 """vLLM's configuration as kvtier's, and what is refused at start."""
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,13 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvtier.config import LoadIf
 from kvtier.engines.vllm import compat
-from kvtier.engines.vllm.config import check_rope, check_supported, check_zeroing, make_offloading_config
+from kvtier.engines.vllm.config import (
+    check_drafted_states,
+    check_rope,
+    check_supported,
+    check_zeroing,
+    make_offloading_config,
+)
 from kvtier.errors import ConfigError, ModelError, UnknownNameError
 from kvtier.namespace import make_namespace
 
@@ -134,13 +141,43 @@ def test_a_cache_mode_of_states_that_cannot_be_served_is_refused_before_the_grou
         check_supported(config)
 
 
-def test_drafts_are_refused_with_recurrent_states_before_the_groups_are_known(config: VllmConfig) -> None:
-    object.__setattr__(config, "speculative_config", SimpleNamespace(method="ngram"))
+@pytest.mark.parametrize(
+    ("method", "is_asynchronous", "message"),
+    [
+        ("ngram", False, None),
+        ("mtp", False, None),
+        (
+            "eagle3",
+            False,
+            r"speculative_config='eagle3'.*recurrent states.*'mtp' and 'ngram'.*without kvtier",
+        ),
+        ("mtp", True, r"async_scheduling=True.*--no-async-scheduling"),
+    ],
+)
+def test_drafts_that_no_engine_has_confirmed_are_refused_with_recurrent_states_before_the_groups_are_known(
+    config: VllmConfig, method: str, is_asynchronous: bool, message: str | None
+) -> None:
+    object.__setattr__(config, "speculative_config", SimpleNamespace(method=method))
+    config.scheduler_config.async_scheduling = is_asynchronous
     check_supported(config)
     object.__setattr__(config.cache_config, "mamba_cache_mode", "align")
 
-    with pytest.raises(ConfigError, match=r"speculative_config='ngram'.*recurrent states.*without kvtier"):
+    with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
         check_supported(config)
+
+
+@pytest.mark.skipif(not compat.NAMES_KEPT_STATES, reason="this vLLM does not name the blocks of states")
+@pytest.mark.parametrize(
+    ("kind", "message"), [("GDN_ATTN", None), ("MAMBA2", "recurrent states of kind MAMBA2")]
+)
+def test_drafts_are_refused_with_kinds_of_states_that_no_engine_has_confirmed(
+    config: VllmConfig, kind: str, message: str | None
+) -> None:
+    states = state(mamba_type=MambaAttentionBackendEnum[kind])
+    object.__setattr__(config, "speculative_config", SimpleNamespace(method="mtp"))
+
+    with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+        check_drafted_states(config, cache_config(group(full(), "a"), group(states, "b")))
 
 
 @pytest.mark.parametrize("flag", ["use_replayssm", "use_kda_recoverssm"])

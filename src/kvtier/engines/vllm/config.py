@@ -28,6 +28,18 @@ ENGINE_KIND = "vllm"
 LOCAL_EXECUTORS = frozenset({"mp", "uni"})
 """vLLM's executors that start all workers on the scheduler's machine. With Ray they may be anywhere."""
 
+CONFIRMED_DRAFTS = frozenset({"mtp", "ngram"})
+"""Methods of drafting with which an engine has confirmed what is stored of recurrent states."""
+
+CONFIRMED_DRAFTED_STATES = frozenset({"GDN_ATTN"})
+"""Kinds of recurrent states, by vLLM's name, with which an engine has confirmed drafts. With others vLLM 0.32 itself
+answers otherwise with drafts than without on a CPU, so nothing could be compared."""
+
+DRAFTS_REMEDY = (
+    "a rejected draft may be part of a state; gated delta nets (Qwen3-Next, Qwen 3.5) are served with the methods "
+    "'mtp' and 'ngram'; switch speculative decoding off, or run this model without kvtier"
+)
+
 
 def make_offloading_config(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, role: KVConnectorRole
@@ -46,6 +58,7 @@ def make_offloading_config(
         FingerprintError: a file of the model cannot be read.
     """
     check_supported(vllm_config)
+    check_drafted_states(vllm_config, kv_cache_config)
     groups = mark_replicated(make_kv_groups(kv_cache_config), vllm_config, kv_cache_config)
     check_zeroing(vllm_config, kv_cache_config, role)
     transfer_config = vllm_config.kv_transfer_config
@@ -148,20 +161,42 @@ def check_states(cache_config: CacheConfig) -> None:
 
 
 def check_drafts(vllm_config: VllmConfig) -> None:
-    """Refuse recurrent states together with speculative decoding (docs/adr/0046). Pure.
+    """Refuse recurrent states together with a way of drafting that no engine has confirmed (docs/adr/0050). Pure.
 
     Raises:
-        ConfigError: both are used; the message has the method of drafting.
+        ConfigError: both are used; the message has the method, or ``async_scheduling``.
     """
     speculative_config = vllm_config.speculative_config
     # vLLM sets this mode for models with states alone, when it caches prefixes.
     if speculative_config is None or getattr(vllm_config.cache_config, "mamba_cache_mode", "none") != ALIGNED:
         return
-    remedy = (
-        "must be left out: with recurrent states a rejected draft may be part of a state, and no engine has confirmed "
-        "that what is stored then is right; switch speculative decoding off, or run this model without kvtier"
-    )
-    raise ConfigError("speculative_config", getattr(speculative_config, "method", None), remedy)
+    method = getattr(speculative_config, "method", None)
+    if method not in CONFIRMED_DRAFTS:
+        raise ConfigError(
+            "speculative_config", method, f"is not confirmed with recurrent states: {DRAFTS_REMEDY}"
+        )
+    is_asynchronous = vllm_config.scheduler_config.async_scheduling
+    if is_asynchronous:
+        remedy = (
+            "must be false with drafts beside recurrent states: a pre-empted request then goes on from a wrong state "
+            "in vLLM 0.32 itself, and kvtier would keep what follows; start with --no-async-scheduling"
+        )
+        raise ConfigError("async_scheduling", is_asynchronous, remedy)
+
+
+def check_drafted_states(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Refuse speculative decoding together with a kind of recurrent state that no engine has confirmed. Pure.
+
+    Raises:
+        ConfigError: both are used; the message has the method of drafting and the kind.
+    """
+    if vllm_config.speculative_config is None:
+        return
+    for spec in map(first_spec, kv_cache_config.kv_cache_groups):
+        if isinstance(spec, MambaSpec) and spec.mamba_type.name not in CONFIRMED_DRAFTED_STATES:
+            method = getattr(vllm_config.speculative_config, "method", None)
+            remedy = f"is not confirmed with recurrent states of kind {spec.mamba_type.name}: {DRAFTS_REMEDY}"
+            raise ConfigError("speculative_config", method, remedy)
 
 
 def check_settings(extra_config: Mapping[str, Any]) -> None:  # Any: JSON of the user
