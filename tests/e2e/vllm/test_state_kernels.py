@@ -48,7 +48,9 @@ class Device:
             torch.full((NUM_BLOCKS, BUFFER_TOKENS * 2 + 3 + PADDING), UNTOUCHED, dtype=torch.float32)
             for _ in range(2)
         ]
-        self.buffers = [page[:, : BUFFER_TOKENS * 2].unflatten(1, (BUFFER_TOKENS, 2)) for page in self.pages]
+        self.buffers = [
+            page[:, : BUFFER_TOKENS * 2].view(NUM_BLOCKS, BUFFER_TOKENS, 2) for page in self.pages
+        ]
         self.states = [page[:, BUFFER_TOKENS * 2 : -PADDING] for page in self.pages]
         shape = (self.num_requests, NUM_COLUMNS)
         self.tables = [
