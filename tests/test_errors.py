@@ -31,6 +31,22 @@ def test_a_config_error_names_setting_value_and_remedy() -> None:
     assert isinstance(error, ValueError)
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "begin"),
+    [
+        ("--all", False, "--all: "),
+        ("PLACE", None, "PLACE: "),
+        ("--timeout", 0, "--timeout=0: "),
+        ("required", True, "required=True: "),
+        ("capacity_bytes", None, "capacity_bytes=None: "),
+    ],
+)
+def test_a_switch_or_a_missing_argument_is_named_without_a_value(
+    setting: str, value: object, begin: str
+) -> None:
+    assert str(ConfigError(setting, value, "say which")).startswith(begin)
+
+
 def test_an_unknown_name_without_a_likely_neighbour_lists_the_known_ones() -> None:
     error = UnknownNameError("tier", "qqqq", ["obj", "fs"])
     assert error.nearest is None

@@ -119,7 +119,10 @@ class ConfigError(KVTierError, ValueError):
         shown = HIDDEN if is_secret else shorten(value, max_value_chars)
         if isinstance(value, str) and len(value) > max_value_chars:
             remedy = remedy.replace(value, "...")  # what a library says of a long value repeats it
-        super().__init__(f"{setting}={shown}: {hide_secrets(remedy)}")
+        # A switch, or an argument that was left out, has nothing that its user would recognise as a value.
+        is_bare = (value is None or isinstance(value, bool)) and (setting.startswith("--") or setting.isupper())
+        named = setting if is_bare else f"{setting}={shown}"
+        super().__init__(f"{named}: {hide_secrets(remedy)}")
 
 
 class PlaceError(ConfigError):

@@ -169,7 +169,7 @@ def test_a_prefix_is_given_once(tokens: str, run: Run, runtime: Path) -> None:
         assert status == 2
         assert "give the prefix by --tokens FILE, or by --text FILE --tokenizer" in err
     assert "or --all" in run("unpin")[2]
-    assert "--tokenizer=None: is needed for --text" in run("pin", "--text", tokens)[2]
+    assert "--tokenizer: is needed for --text" in run("pin", "--text", tokens)[2]
     assert "cannot be read" in run("pin", "--tokens", str(runtime / "missing"))[2]
 
 

@@ -41,7 +41,7 @@ def test_a_model_is_described_by_its_dimensions_or_by_the_bytes_of_a_token() -> 
         (model(kv_bytes="1KiB", name="Llama-3.1-8B"), "describe the model by one of"),
         (model(kv_bytes="1KiB", layers=3), "describe the model by one of"),
         (model(config=Path("config.json"), kv_bytes="1KiB"), "describe the model by one of"),
-        (model(layers=3, kv_heads=2), "--head-size=None: is missing"),
+        (model(layers=3, kv_heads=2), "--head-size: is missing"),
         (model(kv_bytes="1KiB", dtype="fp8"), "--dtype='fp8': goes with --layers"),
         (model(layers=3, kv_heads=8, head_size=4, tp=3), "--tp=3: must divide 8 KV heads"),
         (model(layers=3, kv_heads=8, head_size=4, tp=0), "--tp=0: must divide 8 KV heads"),

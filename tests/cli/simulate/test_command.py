@@ -368,7 +368,7 @@ def test_a_trace_with_a_bad_line_is_refused_with_its_number(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "TRACE=None: give either a trace file or --example chat or agents"),
+        ([], "TRACE: give either a trace file or --example chat or agents"),
         (["--example", "chats"], "unknown traffic for --example 'chats': did you mean 'chat'"),
         (["--example", "chat", "--seed=-1"], "--seed=-1: must be an integer from 0"),
     ],
