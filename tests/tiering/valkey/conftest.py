@@ -91,9 +91,9 @@ def tls_server(start_server: StartServer, certificates: Certificates) -> LiveSer
     return start_server("redis", *certificates.server_options())
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """Three primaries and a replica, shared by the tests of a module."""
+@pytest.fixture(scope="session")
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    """Three primaries and a replica: seconds pass until they have met."""
     cli = shutil.which("redis-cli")
     if cli is None:
         pytest.skip("no redis-cli to make a cluster with: apt-get install redis-server")
@@ -103,6 +103,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
         yield cluster
     finally:
         cluster.close()
+
+
+@pytest.fixture
+def cluster(shared_cluster: LiveCluster) -> LiveCluster:
+    """The same, empty."""
+    shared_cluster.flush()
+    return shared_cluster
 
 
 @pytest.fixture

@@ -69,6 +69,11 @@ class LiveServer:
         ]
         self._process: subprocess.Popen[str] | None = None
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and not ended since."""
+        return self._process is not None
+
     def start(self) -> "LiveServer":
         """Start it and wait until it takes a value."""
         self._process = start_bound(

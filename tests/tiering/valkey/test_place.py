@@ -51,7 +51,6 @@ class TestCluster(OnServers):
 
     @pytest.fixture(autouse=True)
     def _cluster(self, cluster: LiveCluster) -> None:
-        cluster.flush()
         self.cluster = cluster
 
     def own_settings(self, directory: Path) -> Mapping[str, object]:

@@ -161,7 +161,6 @@ class TestCluster(TierSuite):
 
     @pytest.fixture(autouse=True)
     def _cluster(self, cluster: LiveCluster) -> None:
-        cluster.flush()
         self.cluster = cluster
 
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
