@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.ports import OTHER_PORTS, free_port
 
 ROOT = Path(__file__).parents[1]
 HANG_GUARD_S = 60.0
@@ -55,3 +56,12 @@ def wait_for_end(pidfd: int) -> bool:
     if not ended:
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     return bool(ended)
+
+
+def test_no_port_of_a_server_is_one_that_the_system_hands_out_or_that_another_server_was_given() -> None:
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    chosen = [free_port() for _ in range(20)]
+    taken = [port + above for port in chosen for above in (0, *OTHER_PORTS)]
+    assert len(set(taken)) == len(taken)
+    if first >= 32_768:  # as Linux has it; some machines hand out lower ones too
+        assert not [port for port in taken if first <= port <= last]

@@ -2,11 +2,11 @@
 
 import json
 import resource
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from tests.ports import free_port
 
 from kvtier.cli import config_checks, doctor, main
 from kvtier.cli.output import CheckResult
@@ -61,13 +61,6 @@ def test_what_would_keep_an_engine_from_starting_is_broken(
     result, found = check(config, tmp_path)[subject]
     assert result == "broken"
     assert words in found
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def test_a_server_that_is_not_there_is_broken_without_its_password(tmp_path: Path) -> None:

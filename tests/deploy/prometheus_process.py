@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.ports import free_port
 from tests.servers import start_bound
 
 REMEDY = "needs Prometheus: apt-get install prometheus"
@@ -78,7 +78,7 @@ class PrometheusProcess:
         self._config.write_text(yaml.safe_dump(document))
 
     def __enter__(self) -> "PrometheusProcess":
-        self._port = find_free_port()
+        self._port = free_port()
         self._log = (self._folder / "log").open("wb")
         command = [
             self._program,
@@ -159,10 +159,3 @@ class PrometheusProcess:
             self._process.kill()
             self._process.wait()
         self._log.close()
-
-
-def find_free_port() -> int:
-    """Return a port of loopback that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -36,8 +36,8 @@ JOB_TIMEOUT_S = 10.0
 HANG_GUARD_S = 120.0
 """For what ends in seconds: longer than breaker, back-off and the slowest server's start together."""
 
-ANSWER_GUARD_S = 20.0
-"""Ten times the deadline of a search."""
+ANSWER_GUARD_S = 60.0
+"""Thirty times the deadline of a search: only a hang lasts so long, on a busy machine too."""
 
 MAX_GROWTH_BYTES = 48 * 2**20
 """What the process may gain after the first quarter of the run. All blocks of the large run have 80 MiB."""

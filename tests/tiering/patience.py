@@ -7,6 +7,9 @@ wait ends sets its own.
 
 from collections.abc import Callable
 
+import pytest
+
+from kvtier.testing.tier_suite import TierSuite
 from kvtier.tiering.fs import evictor, shared_usage
 from kvtier.tiering.fs import store as fs_store
 from kvtier.tiering.slab import reopening
@@ -32,3 +35,13 @@ def be_patient(set_value: Callable[[object, str, float], None] = setattr) -> Non
     for module, waits in WAITS.items():
         for name, value in waits.items():
             set_value(module, name, value)
+
+
+def choose_timeout_s(request: pytest.FixtureRequest, short_s: float) -> float:
+    """Return how long a tier waits for its server in a test of ServerTierSuite.
+
+    Args:
+        request: of the test.
+        short_s: for tests in which the server hangs, and which wait for that; in all others none does.
+    """
+    return PATIENT_S if hasattr(TierSuite, request.node.originalname) else short_s

@@ -6,7 +6,6 @@ The engine core and its worker are processes of the server, as for anybody who r
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from typing import IO, Any
 from prometheus_client.parser import text_string_to_metric_families
 from tests.e2e.vllm.engine_host import BLOCK_TOKENS, CHUNK_TOKENS, MAX_MODEL_TOKENS
 from tests.engines.vllm.entry_points import install_entry_points
+from tests.ports import free_port
 
 START_TIMEOUT_S = 240.0
 """Guard against a hang; a start takes about half a minute."""
@@ -106,7 +106,7 @@ class ServerProcess:
         Raises:
             AssertionError: it ended or never answered; the message is the end of its log.
         """
-        self._port = find_free_port()
+        self._port = free_port()
         with self._log.open("ab") as log:
             self._process = start_process(
                 [*self._arguments, "--port", str(self._port)], log, self._python_path
@@ -217,10 +217,3 @@ def start_process(arguments: list[str], log: IO[bytes], python_path: str) -> sub
     return subprocess.Popen(
         command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
     )
-
-
-def find_free_port() -> int:
-    """Return a port of the loopback interface that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -14,7 +14,8 @@ from tests.deploy.documents import FOLDER, read
 from tests.deploy.prometheus_process import PrometheusProcess
 from tests.deploy.queries import ASKED
 from tests.e2e.vllm.prompts import WHOLE_TOKENS, make_prompt
-from tests.e2e.vllm.server_process import ServerProcess, find_free_port
+from tests.e2e.vllm.server_process import ServerProcess
+from tests.ports import free_port
 
 ALERTS = FOLDER / "prometheus" / "alerts.yml"
 
@@ -22,7 +23,7 @@ ALERTS = FOLDER / "prometheus" / "alerts.yml"
 @pytest.fixture(scope="module")
 def own_port() -> int:
     """Return the port of the engine's own page."""
-    return find_free_port()
+    return free_port()
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,9 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from tests.e2e.vllm.prompts import WHOLE_TOKENS, make_prompt
-from tests.e2e.vllm.server_process import ServerProcess, find_free_port
+from tests.e2e.vllm.server_process import ServerProcess
 from tests.e2e.vllm.test_fs_tier import settings_with
+from tests.ports import free_port
 
 
 def test_what_one_replica_has_computed_the_other_loads_from_the_shared_folder(
@@ -16,7 +17,7 @@ def test_what_one_replica_has_computed_the_other_loads_from_the_shared_folder(
 ) -> None:
     settings = settings_with(tmp_path / "blocks", instance_id="replicas")
     more = ("--data-parallel-size", "2")
-    endpoint = f"tcp://127.0.0.1:{find_free_port()}"  # each replica adds its rank to the port
+    endpoint = f"tcp://127.0.0.1:{free_port()}"  # each replica adds its rank to the port
     with ServerProcess(llama, settings, endpoint, tmp_path / "server.log", more) as server:
         prompts = [make_prompt(seed) for seed in (300, 301)]
         computed = [server.ask(prompt, replica=rank) for rank, prompt in enumerate(prompts)]

@@ -16,8 +16,9 @@ from tests.e2e.vllm.answers import Answer
 from tests.e2e.vllm.engine_host import EngineOptions
 from tests.e2e.vllm.engine_process import EngineProcess
 from tests.e2e.vllm.prompts import WHOLE_TOKENS, make_prompt
-from tests.e2e.vllm.server_process import HttpAnswer, ServerProcess, find_free_port
+from tests.e2e.vllm.server_process import HttpAnswer, ServerProcess
 from tests.e2e.vllm.test_fs_tier import settings_with
+from tests.ports import free_port
 
 NUM_BLOCKS = 31
 """Whole blocks of a prompt."""
@@ -76,7 +77,7 @@ def reload_call(path: str | None = None) -> dict[str, object]:
 
 def start(model: str, blocks: Path, log: Path) -> ServerProcess:
     """Return a server with host memory and a disk tier, which is not started yet."""
-    return ServerProcess(model, settings_with(blocks), f"tcp://127.0.0.1:{find_free_port()}", log)
+    return ServerProcess(model, settings_with(blocks), f"tcp://127.0.0.1:{free_port()}", log)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from pathlib import Path
 import mooncake
 import mooncake.store
 import numpy as np
+from tests.ports import free_port
 from tests.servers import freeze, start_bound
 
 HANG_GUARD_S = 60.0
@@ -166,14 +167,6 @@ class Vandal:
     def close(self) -> None:
         """Leave the store."""
         self._store.close()
-
-
-def free_port() -> int:
-    """Return a port that nobody uses just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def wait_listening(port: int) -> None:

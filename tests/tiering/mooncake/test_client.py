@@ -4,8 +4,9 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from tests.ports import free_port
 from tests.tiering.mooncake.fakes import ScriptedStore
-from tests.tiering.mooncake.live import HANG_GUARD_S, LiveStore, free_port
+from tests.tiering.mooncake.live import HANG_GUARD_S, LiveStore
 
 from kvtier.errors import TierError
 from kvtier.testing.clock import ManualClock

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from tests.ports import free_port
 from tests.tiering.mooncake.conftest import StartTier
-from tests.tiering.mooncake.live import HANG_GUARD_S, LiveStore, free_port
+from tests.tiering.mooncake.live import HANG_GUARD_S, LiveStore
 
 from kvtier.errors import TierError
 from kvtier.testing.tier_suite import (

@@ -1,10 +1,8 @@
 """A real S3 server for tests: SeaweedFS on free loopback ports, with one directory for its whole life."""
 
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +15,7 @@ import obstore
 import pytest
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
+from tests.ports import free_port
 from tests.servers import freeze, start_bound
 
 from kvtier.cli.demo.servers.seaweed import remove_sockets
@@ -28,9 +27,6 @@ ACCESS_KEY = "kvtier-test-key"
 SECRET_KEY = "kvtier-test-secret-never-logged"  # noqa: S105  # of a server that lives as long as the tests
 BUCKET = "blocks"
 START_GUARD_S = 90.0
-GRPC_OFFSET = 10_000
-"""The server takes a second port for each one it is given, this much higher."""
-
 QUIET_OPTIONS = "-s3.port.iceberg=0 -s3.port.lance=0 -volume.preStopSeconds=0 -master.telemetry=false"
 QUICK_OPTIONS = "-master.electionTimeout=1s"
 """Without it a server that is started anew on its data waits ten seconds for other masters."""
@@ -63,7 +59,7 @@ class S3Server:
         self._directory = directory
         self._extra_options = extra_options
         self.ca_file = ca_file
-        self._ports = _free_ports(4)
+        self._ports = [free_port() for _ in range(4)]
         self._process: subprocess.Popen[bytes] | None = None
         (directory / "data").mkdir(parents=True)
         self.endpoint = f"{scheme}://127.0.0.1:{self._ports[0]}"
@@ -137,21 +133,3 @@ class S3Server:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(0.1)
                 pytest.fail("the server has ended: see its output")
-
-
-def _free_ports(count: int) -> list[int]:
-    ports: list[int] = []
-    while len(ports) < count:
-        port = random.randrange(12_000, 22_000)
-        if port not in ports and _is_free(port) and _is_free(port + GRPC_OFFSET):
-            ports.append(port)
-    return ports
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as listener:
-        try:
-            listener.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-        return True

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from tests.tiering.obj.conftest import TIMEOUT_S, Bucket, ServerOfSuite, s3_options
 from tests.tiering.obj.server import S3Server
+from tests.tiering.patience import choose_timeout_s
 
 from kvtier.base import OffloadKey
 from kvtier.config import OffloadingConfig
@@ -22,17 +23,22 @@ class TestS3(ServerTierSuite):
 
     @pytest.fixture(autouse=True)
     def _use_servers(
-        self, suite_server: ServerOfSuite, server: S3Server, small_server: S3Server, prefix: str
+        self,
+        suite_server: ServerOfSuite,
+        server: S3Server,
+        small_server: S3Server,
+        prefix: str,
+        request: pytest.FixtureRequest,
     ) -> None:
         self.server = suite_server
-        self.options = s3_options(server, prefix)
+        self.options = s3_options(server, prefix) | {"timeout_s": choose_timeout_s(request, TIMEOUT_S)}
         self.small_options = s3_options(small_server, prefix)
 
     def get_server(self) -> ServerOfSuite:
         return self.server
 
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
-        return ObjTier(config, rows, timeout_s=TIMEOUT_S, **self.options)  # type: ignore[arg-type]  # a test's own
+        return ObjTier(config, rows, **self.options)  # type: ignore[arg-type]  # a test's own
 
     def make_tier_on_small_server(
         self, config: OffloadingConfig, rows: memoryview, directory: Path

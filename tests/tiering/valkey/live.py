@@ -1,42 +1,14 @@
 """Real servers for tests: started on free loopback ports, killed, paused and stopped by the process they are."""
 
-import os
 import signal
-import socket
 import subprocess
-import time
 from pathlib import Path
 
 import redis
+from tests.ports import free_port
 from tests.servers import freeze, start_bound
 
 HANG_GUARD_S = 60.0
-FIRST_PORT = 10_000
-"""With those of all lanes below what the system hands out, so that a port that was free when it was chosen still is."""
-
-OTHER_PORTS = (1, 10_000)
-"""How far above it a server's port for TLS and a cluster node's own are."""
-
-LANES, LANE_PORTS = 4, 3_000
-"""Processes that share the tests choose from ports of their own: one that is free may be chosen by two at a time."""
-
-_first = FIRST_PORT + LANE_PORTS * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % LANES)
-_ports = iter(range(_first + time.time_ns() % 1_000, _first + LANE_PORTS, 2))
-
-
-def free_port() -> int:
-    """Return a port on which nobody listens, nor on the others that a server there may take."""
-    return next(port for port in _ports if all(_is_free(port + above) for above in (0, *OTHER_PORTS)))
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
 
 
 class LiveServer:

@@ -179,12 +179,12 @@ class LiveCluster:
 
     def _is_primary(self, node: LiveServer) -> bool:
         with node.client() as client:
-            return client.role()[0] in {b"master", "master"}
+            return bool(client.role()[0] in {b"master", "master"})
 
     def _follows(self, node: LiveServer) -> bool:
         """Return whether a node is a replica that has caught up with its primary."""
         with node.client() as client:
-            return client.info("replication").get("master_link_status") == "up"
+            return bool(client.info("replication").get("master_link_status") == "up")
 
     def _run(self, *arguments: str) -> None:
         done = subprocess.run(

@@ -5,8 +5,9 @@ from contextlib import closing
 
 import numpy as np
 import pytest
+from tests.ports import free_port
 from tests.tiering.valkey.conftest import StartServer, StartTier
-from tests.tiering.valkey.live import HANG_GUARD_S, LiveServer, free_port
+from tests.tiering.valkey.live import HANG_GUARD_S, LiveServer
 from tests.tiering.valkey.live_cluster import LiveCluster, name_of
 
 from kvtier.errors import TierError

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from tests.ports import free_port
 from tests.tiering.valkey.conftest import StartTier
-from tests.tiering.valkey.live import LiveServer, free_port
+from tests.tiering.valkey.live import LiveServer
 from tests.tiering.valkey.live_proxy import CuttingProxy
 
 from kvtier.errors import TierError
@@ -21,7 +22,9 @@ from kvtier.tiering.valkey.resp import send_all
 from kvtier.tiering.valkey.servers import PAUSE_S
 from kvtier.tiering.valkey.settings import ValkeySettings
 
-SHORT_TIMEOUT_S = 0.5
+SHORT_TIMEOUT_S = 1.5
+"""A wait of the tests for a server that hangs; one that has gone on must answer in that time on a busy machine."""
+
 REPLY_BYTES = len(b"$%d\r\n\r\n" % (ENVELOPE_BYTES + ROW_BYTES)) + ENVELOPE_BYTES + ROW_BYTES
 GREETING_BYTES = len(b"+OK\r\n")
 """What a new connection is answered before the first block."""
@@ -66,8 +69,8 @@ def test_a_server_of_another_kind_is_said(start_tier: StartTier, tls_server: Liv
 def test_replies_that_come_too_late_are_not_taken_for_those_of_the_next_job(
     server: LiveServer, start_tier: StartTier, clock: ManualClock
 ) -> None:
-    driver = start_tier(server.url, timeout_s=1.0, num_threads=1, clock=clock)
-    driver.store([1, 2])
+    driver = start_tier(server.url, timeout_s=SHORT_TIMEOUT_S, num_threads=1, clock=clock)
+    assert driver.store([1, 2]).success
     server.pause()
     assert not driver.load([1], [5]).success
     clock.advance(PAUSE_S)

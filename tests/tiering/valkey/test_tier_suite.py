@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from tests.tiering.patience import choose_timeout_s
 from tests.tiering.valkey.conftest import StartServer
 from tests.tiering.valkey.live import LiveServer
 from tests.tiering.valkey.live_cluster import LiveCluster
@@ -91,18 +92,21 @@ class TestSingle(ServerTierSuite):
     names_siblings = True
 
     @pytest.fixture(autouse=True)
-    def _use_servers(self, hurt_server: LiveServer, small_server: LiveServer) -> None:
+    def _use_servers(
+        self, hurt_server: LiveServer, small_server: LiveServer, request: pytest.FixtureRequest
+    ) -> None:
         for server in (hurt_server, small_server):
             with server.client() as client:
                 client.flushall()
         self.server = ServerOfSuite(hurt_server)
         self.small_url = small_server.url
+        self.timeout_s = choose_timeout_s(request, TIMEOUT_S)
 
     def get_server(self) -> ServerOfSuite:
         return self.server
 
     def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
-        return ValkeyTier(config, rows, url=self.server.url, timeout_s=TIMEOUT_S)
+        return ValkeyTier(config, rows, url=self.server.url, timeout_s=self.timeout_s)
 
     def make_tier_on_small_server(
         self, config: OffloadingConfig, rows: memoryview, directory: Path
