@@ -120,7 +120,9 @@ class ConfigError(KVTierError, ValueError):
         if isinstance(value, str) and len(value) > max_value_chars:
             remedy = remedy.replace(value, "...")  # what a library says of a long value repeats it
         # A switch, or an argument that was left out, has nothing that its user would recognise as a value.
-        is_bare = (value is None or isinstance(value, bool)) and (setting.startswith("--") or setting.isupper())
+        is_bare = (value is None or isinstance(value, bool)) and (
+            setting.startswith("--") or setting.isupper()
+        )
         named = setting if is_bare else f"{setting}={shown}"
         super().__init__(f"{named}: {hide_secrets(remedy)}")
 
