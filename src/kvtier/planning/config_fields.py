@@ -25,7 +25,7 @@ DTYPE_ALIASES = {
 }
 
 MAX_NUMBER = 2**31 - 1
-"""The largest number of a field. Ten thousand times what models have; a larger one overflows where bytes are counted."""
+"""The largest number of a field. Ten thousand times what models have; larger ones overflow where bytes are counted."""
 
 MAX_LAYERS = 100_000
 """The most layers. A thousand times what models have; each of them is an entry of a list."""
@@ -80,7 +80,7 @@ class ConfigFields:
         return found
 
     def require_number(self, field: str, value: object) -> int:
-        """Return ``value``, which stands in ``field``, or raise ConfigError where it is no integer from 1 to MAX_NUMBER."""
+        """Return ``value``, which stands in ``field``, or raise ConfigError where it is none from 1 to MAX_NUMBER."""
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(field, value, f"must be an integer above zero: {self.guide}")
         if value > MAX_NUMBER:
