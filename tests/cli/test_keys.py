@@ -232,6 +232,27 @@ def test_verify_with_another_ring_calls_no_block_damaged_and_deletes_none(
     assert json.loads(capsys.readouterr().out)["states"]["whole"] >= 3
 
 
+def test_verify_calls_blocks_damaged_that_the_ring_named_though_it_opens_none_of_the_namespace(
+    ring: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill("fs", tmp_path)
+    paths = sorted((tmp_path / "fs").rglob("*.kv"))
+    for path in paths:
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    another = ring.with_name("another.json")
+    assert main(["keys", "create", "--key-file", str(another)]) == 0
+    place = str(tmp_path / "fs")
+    capsys.readouterr()
+    assert main(["verify", place, "--key-file", str(another), "--delete", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["states"]["no_key"] == len(paths) == 5
+    assert main(["verify", place, "--key-file", str(ring), "--delete", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["states"]["damaged"], found["states"]["no_key"], found["removed"]) == (5, 0, 5)
+    assert not list((tmp_path / "fs").rglob("*.kv"))
+
+
 def test_verify_finds_a_flipped_bit_with_the_ring_and_a_moved_block_without(
     ring: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,6 +45,26 @@ def test_a_limit_that_makes_no_sense_is_said_and_ignored(
     assert "max_load_tokens" in caplog.text
 
 
+def nested(depth: int) -> list[Any]:  # Any: lists in lists
+    """Return a list in a list in a list."""
+    found: list[Any] = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+@pytest.mark.parametrize(
+    "value", ["x" * 10**6, nested(5_000), -(10**5_000)], ids=["long", "nested", "thousands of digits"]
+)
+def test_a_limit_that_no_log_could_show_is_one_short_line_and_ends_nothing(
+    value: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert parse_request_limits({"max_store_tokens": value}) == RequestLimits()
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert len(line) < 250
+
+
 def test_keys_come_from_the_hash_at_the_end_of_each_offloaded_block_and_only_grow() -> None:
     request = FakeRequest("r", list(range(11)))
     state = make_request_state(request, 2)

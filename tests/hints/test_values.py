@@ -85,6 +85,15 @@ def test_what_makes_no_sense_is_ignored_with_a_line_that_names_it_and_the_remedy
     assert len(line) < 250
 
 
+@pytest.mark.parametrize("name", ["session", "tenant", "pin_s", "priority", "continues"])
+def test_a_value_too_large_to_show_is_ignored_like_any_other(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert HintReader(ManualClock()).read({name: -(10**5_000)}) == NO_HINTS
+    assert f"{name}=<int too large to show>" in caplog.text
+
+
 def test_a_session_that_ends_does_not_return(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         found = HintReader(ManualClock()).read({"continues": False, "returns_in_s": 3})

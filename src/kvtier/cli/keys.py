@@ -172,6 +172,10 @@ class Proof:
         """Return the block that an encrypted namespace calls so."""
         return self._opener.key_of(namespace, name)
 
+    def is_of_ring(self, namespace: bytes, name: bytes) -> bool:
+        """Return whether the ring made a name."""
+        return self._opener.is_of_ring(namespace, name)
+
     def open(self, header: Buffer, payload: Buffer) -> HeaderCheck:
         """Count a block, and try every key if it is the tenant's."""
         envelope = unpack(header)

@@ -14,6 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvtier.errors import shorten
+from kvtier.hints.values import MAX_LOGGED_CHARS
+
 logger = logging.getLogger(__name__)
 
 
@@ -60,5 +63,9 @@ def _read_limit(params: Mapping[str, Any], direction: str) -> int | None:  # Any
     value = params.get(name)
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
         return value
-    logger.warning("kv_transfer_params: %s=%r is ignored: give a whole number, zero or more", name, value)
+    logger.warning(
+        "kv_transfer_params: %s=%s is ignored: give a whole number, zero or more",
+        name,
+        shorten(value, MAX_LOGGED_CHARS),
+    )
     return None

@@ -8,12 +8,13 @@ Nothing that a client sends is kept at a size of the client's choice.
 """
 
 import logging
-import reprlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
+
+from kvtier.errors import shorten
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,9 @@ MAX_PIN_S = 86_400.0
 """The longest lease. A client that wants more renews it; one that has died holds nothing longer than a day."""
 
 PRIORITIES = (-1, 0, 1)
+
+MAX_LOGGED_CHARS = 80
+"""Characters of an ignored value that the log shows: enough to find its client, whatever that sends."""
 
 WARNING_INTERVAL_S = 60.0
 """Seconds between two log lines about the same hint; those in between are counted."""
@@ -174,7 +178,8 @@ class HintReader:
             return
         self._logged[name] = (now_s, 0)
         more = f" ({num_silent} more since the last such line)" if num_silent else ""
-        logger.warning("kv_transfer_params: %s=%s is ignored: %s%s", name, reprlib.repr(value), remedy, more)
+        shown = shorten(value, MAX_LOGGED_CHARS)
+        logger.warning("kv_transfer_params: %s=%s is ignored: %s%s", name, shown, remedy, more)
 
 
 READER = HintReader()

@@ -24,6 +24,12 @@ DTYPE_ALIASES = {
     "fp8_e5m2": "float8_e5m2",
 }
 
+MAX_NUMBER = 2**31 - 1
+"""The largest number of a field. Ten thousand times what models have; larger ones overflow where bytes are counted."""
+
+MAX_LAYERS = 100_000
+"""The most layers. A thousand times what models have; each of them is an entry of a list."""
+
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 """Fields with the language model's part of a multimodal configuration."""
 
@@ -61,10 +67,24 @@ class ConfigFields:
             raise ConfigError(field, None, f"is missing in the config: {self.guide}")
         return self.require_number(name, self.get(name))
 
+    def num_layers(self) -> int:
+        """Return the number of layers.
+
+        Raises:
+            ConfigError: there is none, or no model has so many.
+        """
+        fields = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+        found = self.number(*fields)
+        if found > MAX_LAYERS:
+            raise ConfigError(fields[0], found, f"must be at most {MAX_LAYERS}: {self.guide}")
+        return found
+
     def require_number(self, field: str, value: object) -> int:
-        """Return ``value``, which stands in ``field``, or raise ConfigError where it is not a positive integer."""
+        """Return ``value``, which stands in ``field``, or raise ConfigError where it is none from 1 to MAX_NUMBER."""
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(field, value, f"must be an integer above zero: {self.guide}")
+        if value > MAX_NUMBER:
+            raise ConfigError(field, value, f"must be at most {MAX_NUMBER}: {self.guide}", max_value_chars=40)
         return value
 
     def numbers(self, field: str, value: object) -> list[int]:

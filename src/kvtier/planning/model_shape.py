@@ -205,7 +205,7 @@ class _ConfigReader:
         family = find_family(self._fields)
         kinds: list[str] = []
         if family is None:
-            num_layers = self._fields.number("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+            num_layers = self._fields.num_layers()
             windows = self._windows(num_layers)
         else:
             field, kinds = self._kinds(family)

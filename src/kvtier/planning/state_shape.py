@@ -170,16 +170,12 @@ def refuse_states(fields: ConfigFields) -> None:
             raise ConfigError(field, fields.get(field), remedy)
 
 
-def _num_layers(fields: ConfigFields) -> int:
-    return fields.number("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-
-
 def _mark_attention(fields: ConfigFields, is_attention: Callable[[int], bool]) -> list[str]:
-    return [ATTENTION_KIND if is_attention(layer) else "mamba" for layer in range(_num_layers(fields))]
+    return [ATTENTION_KIND if is_attention(layer) else "mamba" for layer in range(fields.num_layers())]
 
 
 def _every(kind: str) -> Callable[[ConfigFields], list[str]]:
-    return lambda fields: [kind] * _num_layers(fields)
+    return lambda fields: [kind] * fields.num_layers()
 
 
 def _listed_only(fields: ConfigFields) -> list[str]:

@@ -1,5 +1,6 @@
 """SGLang's interface on kvtier's tiers: pages come back as they were, and what cannot be is False."""
 
+import types
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,50 @@ def test_only_the_page_outside_the_pool_is_false(make_storage: MakeStorage) -> N
     storage = make_storage(pool)
     slots = torch.cat([pool.slots(1), pool.slots(16), pool.slots(2)])
     assert storage.batch_set_v1(KEYS[:3], slots) == [True, False, True]
+
+
+@pytest.mark.parametrize("kind", ["complex", "bool", "meta", "sparse"])
+def test_slots_that_are_no_numbers_in_memory_are_false(kind: str, make_storage: MakeStorage) -> None:
+    pool = HeadsPool()
+    storage = make_storage(pool)
+    slots = pool.slots(0, 1)
+    odd = {
+        "complex": slots.to(torch.complex64),
+        "bool": slots.to(torch.bool),
+        "meta": slots.to("meta"),
+        "sparse": slots.to_sparse(),
+    }[kind]
+    assert storage.batch_set_v1(KEYS[:2], odd) == [False, False]
+    assert storage.batch_get_v1(KEYS[:2], odd) == [False, False]
+
+
+def test_a_tensor_whose_bytes_are_not_beside_each_other_is_no_page(make_storage: MakeStorage) -> None:
+    pool = HeadsPool()
+    storage = make_storage(pool)
+    for page in (flat_page(pool, 0).to_sparse(), flat_page(pool, 0).to("meta")):
+        assert storage.set(KEYS[0], page) is False
+        assert storage.get(KEYS[0], page) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hit_policy": ["all_pages"]},
+        {"keys": 7},
+        {"hit_policy": "block_groups", "block_pages": None, "group_pages": None},
+        {"hit_policy": "block_groups", "block_pages": float("nan"), "group_pages": 1},
+    ],
+)
+def test_a_transfer_of_another_form_is_no_hit_and_raises_nothing(
+    changes: dict[str, Any], make_storage: MakeStorage
+) -> None:
+    pool = HeadsPool()
+    storage = make_storage(pool)
+    assert storage.batch_set_v1(KEYS[:2], pool.slots(0, 1)) == [True, True]
+    transfer: Any = types.SimpleNamespace(
+        **({"name": "kv", "keys": KEYS[:2], "host_indices": None, "hit_policy": "all_pages"} | changes)
+    )
+    assert storage.batch_exists_v2(KEYS[:2], [transfer]).kv_hit_pages == 0
 
 
 @pytest.mark.parametrize("key", [None, 7, "", b"bytes", ["list"]])

@@ -4,9 +4,8 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Annotated, Any
 
 import typer
@@ -207,7 +206,8 @@ def read_all(
 ) -> Verification:
     """Read the blocks of a place as planned.
 
-    Damaged blocks of an encrypted namespace of which the ring opens none count as blocks of another ring, and stay.
+    Damaged blocks of an encrypted namespace of which the ring opens none count as blocks of another ring, and stay,
+    unless the ring made their names.
 
     Args:
         place: the place; ready for removals where ``is_deleting``.
@@ -241,8 +241,8 @@ def read_all(
             note(*judged)
         on_read(block.num_bytes)
         pace.spend(block.num_bytes)
-    for block in doubts.unopened():
-        note(block, BlockState.NO_KEY)
+    for judged in doubts.judge_unopened():
+        note(*judged)
     result.took_s = pace.elapsed_s
     return result
 
@@ -251,7 +251,8 @@ class _Doubts:
     """Blocks that a ring did not open, in namespaces of which it has opened none yet.
 
     Rings number their entries alike, so with another ring every block of a namespace looks damaged, and none is. So a
-    block is damaged only where another of its namespace was opened.
+    block is damaged only where another of its namespace was opened, or where the ring made most of the names of those
+    that were not.
     """
 
     def __init__(self, place: Place) -> None:
@@ -269,13 +270,25 @@ class _Doubts:
         if state is not BlockState.WHOLE:
             return [(block, state)]
         self._unproven.remove(block.namespace)
-        # Read again: an engine may have replaced them meanwhile.
-        others = [(other, self._place.check(other)) for other in self._blocks.pop(block.namespace, ())]
-        return [(block, state), *others]
+        return [(block, state), *self._read_again(self._blocks.pop(block.namespace, []))]
 
-    def unopened(self) -> list[PlaceBlock]:
-        """Return the blocks of namespaces of which none was opened."""
-        return list(chain.from_iterable(self._blocks.values()))
+    def judge_unopened(self) -> Iterator[tuple[PlaceBlock, BlockState]]:
+        """Yield the blocks of namespaces of which none was opened, with what is known of each in the end."""
+        for blocks in self._blocks.values():
+            if 2 * sum(map(self._is_of_ring, blocks)) > len(blocks):
+                yield from self._read_again(blocks)
+            else:
+                yield from ((block, BlockState.NO_KEY) for block in blocks)
+
+    def _read_again(self, blocks: Sequence[PlaceBlock]) -> list[tuple[PlaceBlock, BlockState]]:
+        """Check blocks once more: an engine may have replaced them meanwhile."""
+        return [(block, self._place.check(block)) for block in blocks]
+
+    def _is_of_ring(self, block: PlaceBlock) -> bool:
+        opener, name = self._place.opener, block.name
+        if opener is None or name is None:
+            return False
+        return opener.is_of_ring(bytes.fromhex(block.namespace), name)
 
 
 def announce(there: Amount, plan: ReadingPlan) -> str:

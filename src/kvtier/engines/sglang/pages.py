@@ -51,6 +51,9 @@ class HostPool(Protocol):
         """Write a page."""
 
 
+SLOT_TYPES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
+"""The types that numbers of slots may have."""
+
 Item = int | torch.Tensor
 """A page: its first slot in the pool, or a tensor with its bytes."""
 
@@ -221,13 +224,18 @@ def first_slots(pool: HostPool, indices: object, num_pages: int) -> list[int | N
         num_pages: how many pages are expected.
     """
     size = pool.page_size
-    if not isinstance(indices, torch.Tensor) or indices.dim() != 1 or indices.dtype.is_floating_point:
+    if not isinstance(indices, torch.Tensor) or indices.dtype not in SLOT_TYPES or not is_plain(indices):
         return [None] * num_pages
-    if indices.numel() != num_pages * size:
+    if indices.dim() != 1 or indices.numel() != num_pages * size:
         return [None] * num_pages
     slots = indices[::size].tolist()
     limit = pool.size - size
     return [slot if 0 <= slot <= limit and slot % size == 0 else None for slot in slots]
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has its numbers in memory, one beside the other: sparse and meta ones have not. Pure."""
+    return tensor.layout is torch.strided and tensor.device.type != "meta"
 
 
 def whole_pages(pool: HostPool, staging_bytes: int) -> StagedPages:

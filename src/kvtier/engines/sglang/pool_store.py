@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from kvtier.base import OffloadKey, make_offload_key
-from kvtier.engines.sglang.pages import HostPool, Item, Pages, first_slots
+from kvtier.engines.sglang.pages import HostPool, Item, Pages, first_slots, is_plain
 from kvtier.errors import TierError, describe_foreign
 from kvtier.histogram import HistogramSnapshot
 from kvtier.tiering.base import PurgeOutcome
@@ -269,10 +269,9 @@ class PoolStore:
         return [make_offload_key(name, piece) for piece in range(self._pages.num_pieces)]
 
     def _check_value(self, value: object) -> torch.Tensor | None:
-        is_page = (
-            isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.nbytes == self.page_bytes
-        )
-        return value if is_page and isinstance(value, torch.Tensor) else None
+        if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or not is_plain(value):
+            return None
+        return value if value.nbytes == self.page_bytes else None
 
 
 _Entry = tuple[int, bytes, Item]

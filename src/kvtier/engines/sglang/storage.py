@@ -119,7 +119,14 @@ class KVTierStorage(HiCacheStorage):
         **others: object,
     ) -> PoolTransferResult:
         """Return how long a prefix every pool can serve."""
-        needs = [need for transfer in pool_transfers or () if (need := self._need_of(transfer)) is not None]
+        try:
+            return self._find_prefix(keys, pool_transfers or ())
+        except Exception as error:  # noqa: BLE001 # foreign: a transfer of another form must not end SGLang's thread
+            logger.warning("a lookup in several pools has failed: %s", describe_foreign(error))
+            return PoolTransferResult(0, {}, [])
+
+    def _find_prefix(self, keys: Sequence[str], transfers: Sequence[PoolTransfer]) -> PoolTransferResult:
+        needs = [need for transfer in transfers if (need := self._need_of(transfer)) is not None]
         # An anchor without memory holds nothing: its pages are where the other pools' are.
         num_kv_pages = len(keys) if needs and self._is_logical() else self.batch_exists(keys)
         hit = find_hit(KV_POOL, num_kv_pages, keys, needs, self._find_held)

@@ -341,6 +341,7 @@ class BlockOpener:
     def __init__(self, ring: KeyRing) -> None:
         self._ring = ring
         self._names = lru_cache(64)(self._names_of)
+        self._tenants = {0, *map(tenant_number, ring.tenants())}
 
     def tenant_number(self, envelope: Envelope) -> int:
         """Return the number of the tenant of a block, from its keyed name."""
@@ -349,6 +350,10 @@ class BlockOpener:
     def key_of(self, namespace: bytes, name: bytes) -> OffloadKey:
         """Return the block that an encrypted namespace calls so, random bytes where it is of another ring."""
         return self._names(namespace).key(name)
+
+    def is_of_ring(self, namespace: bytes, name: bytes) -> bool:
+        """Return whether a name stands for a block of a tenant of the ring, or of none: random bytes seldom do."""
+        return get_offload_tenant(self.key_of(namespace, name)) in self._tenants
 
     def open(self, header: Buffer, payload: Buffer) -> HeaderCheck:
         """Check a block of any tenant with the key that its header names."""

@@ -151,6 +151,14 @@ class Opener(Protocol):
             name: a keyed name.
         """
 
+    def is_of_ring(self, namespace: bytes, name: bytes) -> bool:
+        """Return whether the ring made a name; of another ring's names one in millions seems to be.
+
+        Args:
+            namespace: 16 bytes.
+            name: a keyed name, of a block of a tenant that the ring knows, or of none.
+        """
+
 
 class Place(ABC):
     """Where a tier keeps its blocks. Used by one thread.
