@@ -57,7 +57,7 @@ def test_a_budget_in_bytes_becomes_blocks_for_a_simulated_block_has_one_byte() -
         ("fs.admission={min_reuse_probability: 0.3}", "must be a mapping such as"),
         (
             'fs.admission={"min_reuse_probability": 0.3}',
-            "--tier-setting fs.admission.horizon_s=None: must be a number",
+            "--tier-setting fs.admission.horizon_s: must be a number",
         ),
     ],
 )
