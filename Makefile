@@ -40,6 +40,8 @@ VLLM_LOCK := $(wildcard requirements/vllm-$(VLLM_VERSION).txt)
 SGLANG_BIN := $(SGLANG_VENV)/bin
 SGLANG_DEPENDENCIES := $(SGLANG_VENV)/.dependencies
 SGLANG_STAMP := $(SGLANG_VENV)/.installed
+SGLANG_LOCK := $(wildcard requirements/sglang-$(SGLANG_VERSION).txt)
+SGLANG_ITSELF := $(wildcard requirements/sglang-$(SGLANG_VERSION)-itself.txt)
 PEERS_STAMP := $(VLLM_VENV)/.peers-installed
 WHEEL_VENV := .venv-wheel
 WHEEL_STAMP := $(WHEEL_VENV)/.installed
@@ -123,15 +125,16 @@ test-vllm: $(VLLM_STAMP)  ## the vLLM adapter, with real engines on the CPU, in 
 	$(VLLM_BIN)/python -m pytest -n $(JOBS) --dist loadfile tests/engines/vllm tests/engines/checkpoint tests/e2e/vllm $(ARGS)
 
 # Of SGLang only the modules of its storage contract are used, so that torch is the largest part of this environment.
-$(SGLANG_DEPENDENCIES): scripts/install_sglang.py
+$(SGLANG_DEPENDENCIES): scripts/install_sglang.py $(SGLANG_LOCK) $(SGLANG_ITSELF)
 	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(if $(SGLANG_LOCK),$(SGLANG_BIN)/python $(PIP_INSTALL) $(LOCKED) -r $(SGLANG_LOCK))
 	$(SGLANG_BIN)/python $(PIP_INSTALL) -c $(CONSTRAINTS) torch
-	$(SGLANG_BIN)/python scripts/install_sglang.py $(SGLANG_VERSION)
+	$(SGLANG_BIN)/python scripts/install_sglang.py $(SGLANG_VERSION) $(addprefix --lock ,$(SGLANG_ITSELF))
 	@touch $@
 
 $(SGLANG_STAMP): $(SGLANG_DEPENDENCIES) pyproject.toml setup.py $(COMPILED)
 	@$(FORGET_COMPILED)
-	$(SGLANG_BIN)/python $(PIP_INSTALL) -c $(CONSTRAINTS) -e '.[fs,valkey,obj,servers,testing]' blake3 prometheus-client pytest-timeout
+	$(SGLANG_BIN)/python $(PIP_INSTALL) $(if $(SGLANG_LOCK),--no-build-isolation) -c $(CONSTRAINTS) -e '.[fs,valkey,obj,servers,testing]' blake3 prometheus-client pytest-timeout
 	@touch $@
 
 test-sglang: $(SGLANG_STAMP)  ## the SGLang backend against SGLang's own contract and oracle, in an environment of its own

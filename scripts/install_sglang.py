@@ -24,9 +24,10 @@ def main() -> None:
     """Download the wheel, unpack what belongs to the package, and check that the contract can be imported."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("version", help="release of sglang, for example 0.5.23")
-    version = parser.parse_args().version
+    parser.add_argument("--lock", help="requirements file that names the release and the hashes of its files")
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        download(version, Path(directory))
+        download(given.version, given.lock, Path(directory))
         (wheel,) = Path(directory).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(sysconfig.get_path("purelib"), choose(archive.namelist()))
@@ -39,12 +40,19 @@ def choose(names: Iterable[str]) -> list[str]:
     return [name for name in names if name.startswith(PACKAGE) and name.endswith(".py") and name != LEFT_OUT]
 
 
-def download(version: str, folder: Path) -> None:
-    """Download the wheel with pip of this interpreter; a failure ends the program with pip's exit status."""
+def download(version: str, lock: str | None, folder: Path) -> None:
+    """Download the wheel with pip of this interpreter; a failure ends the program with pip's exit status.
+
+    Args:
+        version: of the release.
+        lock: requirements file without which no hash is checked.
+        folder: where to.
+    """
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "download", "--no-deps"]
     # The wheel is of one Python and platform because of compiled parts, which stay unused: that of another will do.
     command += ["--only-binary=:all:", "--python-version", "3.11", "--implementation", "cp", "--abi", "cp311"]
-    command += ["--dest", str(folder), f"sglang=={version}"]
+    command += ["--dest", str(folder)]
+    command += [f"sglang=={version}"] if lock is None else ["--require-hashes", "-r", lock]
     status = subprocess.run(command, check=False).returncode  # noqa: S603  # our own interpreter and fixed arguments
     if status:
         sys.exit(status)

@@ -1,6 +1,6 @@
 """Writes `requirements/`: every package of the project's environments with its version and the hashes of its files.
 
-`make venv` and `make test-vllm` install from there with `pip --require-hashes`, so that what a package's index serves
+`make venv`, `make test-vllm` and `make test-sglang` install from there with `pip --require-hashes`, so that what a package's index serves
 later is refused unless it is the file that was tested. A version that is locked stays until `--upgrade PACKAGE` or
 `--upgrade-all`. torch and what comes with its builds for CUDA are left out: which build fits depends on the machine, so
 `constraints.txt` pins torch's version alone. Needs uv, which is not part of any environment: `pip install uv`.
@@ -19,6 +19,9 @@ FOLDER = Path("requirements")
 
 DEV = "dev.txt"
 VLLM = "vllm-{version}.txt"
+SGLANG = "sglang-{version}.txt"
+SGLANG_ITSELF = "sglang-{version}-itself.txt"
+"""What `scripts/install_sglang.py` unpacks: installed like the others it would need more than a hundred packages."""
 
 HEADER = "# Made by `python -m scripts.lock_requirements`. torch is not in here: see constraints.txt.\n"
 
@@ -29,7 +32,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the locks anew: dev.txt by resolving, that of vLLM from the environment where it is installed."""
+    """Write the locks anew: dev.txt by resolving, those of engines from the environments where they are installed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--upgrade", action="append", default=[], metavar="PACKAGE", help="take its newest version"
@@ -38,20 +41,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--vllm", metavar="VERSION", help="lock what .venv-vllm-VERSION has, and nothing else"
     )
+    parser.add_argument(
+        "--sglang", metavar="VERSION", help="lock what .venv-sglang-VERSION has, and nothing else"
+    )
     given = parser.parse_args(arguments)
+    # A CPU build of vLLM asks for a torch that no index has, so nothing can be resolved: what was tested is locked.
     if given.vllm is not None:
-        name = VLLM.format(version=given.vllm)
-        # A CPU build asks for a torch that no index has, so nothing can be resolved: what was tested is locked.
-        resolved = run_uv(["--no-deps"], list_installed(ROOT / f".venv-vllm-{given.vllm}"))
-    else:
-        name = DEV
+        write(VLLM.format(version=given.vllm), lock_installed(ROOT / f".venv-vllm-{given.vllm}"))
+    if given.sglang is not None:
+        write(SGLANG.format(version=given.sglang), lock_installed(ROOT / f".venv-sglang-{given.sglang}"))
+        itself = run_uv(["--no-deps"], [f"sglang=={given.sglang}"])
+        write(SGLANG_ITSELF.format(version=given.sglang), itself)
+    if given.vllm is None and given.sglang is None:
         kept = ["--output-file", str(FOLDER / DEV)] if (ROOT / FOLDER / DEV).exists() else []
         upgrades = ["--upgrade"] if given.upgrade_all else []
         upgrades += [text for package in given.upgrade for text in ("--upgrade-package", package)]
-        resolved = run_uv(["--constraints", "constraints.txt", *kept, *upgrades], ["-e .[dev]"])
+        write(DEV, run_uv(["--constraints", "constraints.txt", *kept, *upgrades], ["-e .[dev]"]))
+
+
+def write(name: str, resolved: str) -> None:
+    """Write a lock of what uv has resolved, without the packages that no lock has."""
     locked = list(leave_out(blocks(resolved)))
     (ROOT / FOLDER / name).write_text(HEADER + "".join(locked))
     print(f"{FOLDER / name}: {len(locked)} packages")
+
+
+def lock_installed(environment: Path) -> str:
+    """Return the hashes of the packages that an environment has, as uv writes them."""
+    return run_uv(["--no-deps"], list_installed(environment))
 
 
 def run_uv(arguments: Sequence[str], requirements: Iterable[str]) -> str:

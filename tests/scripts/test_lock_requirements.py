@@ -51,7 +51,14 @@ def wanted(extra: str) -> list[Requirement]:
     return found
 
 
-@pytest.mark.parametrize(("lock", "extras"), [("dev.txt", ["dev"]), ("vllm-0.32.0.txt", ["fs", "testing"])])
+@pytest.mark.parametrize(
+    ("lock", "extras"),
+    [
+        ("dev.txt", ["dev"]),
+        ("vllm-0.32.0.txt", ["fs", "testing"]),
+        ("sglang-0.5.23.txt", ["fs", "valkey", "obj", "servers", "testing"]),
+    ],
+)
 def test_a_lock_has_what_the_project_asks_for(lock: str, extras: list[str]) -> None:
     versions = locked_versions(ROOT / "requirements" / lock)
     for requirement in [one for extra in extras for one in wanted(extra)]:
