@@ -17,6 +17,7 @@ from kvtier.config import (
     OffloadingConfig,
     Settings,
     SettingsReader,
+    StatePart,
     parse_encryption,
     parse_settings,
 )
@@ -292,6 +293,8 @@ def replace_config(changes: dict[str, Any]) -> OffloadingConfig:
         ({"page_size_bytes": 0}, "page_size_bytes"),
         ({"window_tokens": 128}, "window_tokens"),
         ({"kind": GroupKind.WINDOW}, "window_tokens"),
+        ({"state_parts": (StatePart("float32", 1024),)}, "state_parts"),
+        ({"kind": GroupKind.STATE, "state_parts": (StatePart("float32", 1020),)}, "state_parts"),
     ],
 )
 def test_a_group_that_cannot_be_is_refused(changes: dict[str, Any], setting: str) -> None:

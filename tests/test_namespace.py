@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
+from kvtier.config import GroupKind, KVGroup, ModelIdentity, OffloadingConfig, StatePart
 from kvtier.errors import ConfigError, NamespaceDocumentError
 from kvtier.namespace import (
     ABSENT,
@@ -69,6 +69,15 @@ DOES_NOT: dict[str, list[Any]] = {  # Any: as above
 
 CHANGES = [{name: value} for name, values in DECIDES_THE_BYTES.items() for value in values]
 NO_CHANGES = [{name: value} for name, values in DOES_NOT.items() for value in values]
+
+
+def test_how_states_are_compared_is_no_other_namespace() -> None:
+    states = replace(GROUP, kind=GroupKind.STATE)
+    known = replace(states, state_parts=(StatePart("float32", GROUP.page_size_bytes),))
+
+    assert make_namespace(replace(CONFIG, groups=(states,)), 4096) == make_namespace(
+        replace(CONFIG, groups=(known,)), 4096
+    )
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvtier.errors import ConfigError, UnknownNameError
 from kvtier.quantities import parse_bytes, parse_ttl
@@ -94,6 +94,13 @@ class ModelIdentity:
     config_json: str = field(default="", compare=False)
 
 
+class StatePart(NamedTuple):
+    """Consecutive bytes of a page of recurrent states whose numbers are of one type, such as "float32"."""
+
+    dtype: str
+    size_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class KVGroup:
     """Layers that share one block table.
@@ -107,6 +114,8 @@ class KVGroup:
         is_replicated: whether every worker holds the same bytes.
         workers_per_part: consecutive workers that hold the same bytes, where there are fewer parts than workers; with
             ``is_replicated`` it says nothing.
+        state_parts: what a page of recurrent states consists of, over all layers in order, for the audit; empty where
+            unknown.
     """
 
     block_size_tokens: int
@@ -116,6 +125,7 @@ class KVGroup:
     window_tokens: int | None = None
     is_replicated: bool = False
     workers_per_part: int = 1
+    state_parts: tuple[StatePart, ...] = ()
 
     def __post_init__(self) -> None:
         if self.workers_per_part < 1:
@@ -126,6 +136,10 @@ class KVGroup:
             raise ConfigError("page_size_bytes", self.page_size_bytes, "a page holds at least one byte")
         if (self.kind is GroupKind.WINDOW) != (self.window_tokens is not None):
             raise ConfigError("window_tokens", self.window_tokens, "exactly the window groups have a window")
+        sizes_bytes = sum(part.size_bytes for part in self.state_parts)
+        if self.state_parts and (self.kind is not GroupKind.STATE or sizes_bytes != self.page_size_bytes):
+            remedy = f"only states have parts, and those of a page have {self.page_size_bytes} bytes together"
+            raise ConfigError("state_parts", self.state_parts, remedy)
 
 
 DEFAULT_METRICS_HOST = "127.0.0.1"

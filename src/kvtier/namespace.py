@@ -107,7 +107,7 @@ def make_namespace(config: OffloadingConfig, row_stride_bytes: int, epoch: bytes
 def _describe_group(group: KVGroup) -> dict[str, object]:
     """Return what decides the bytes of a group on one worker. Pure."""
     described = dataclasses.asdict(group) | {"kind": group.kind.value}
-    del described["is_replicated"], described["workers_per_part"]
+    del described["is_replicated"], described["workers_per_part"], described["state_parts"]
     return described
 
 

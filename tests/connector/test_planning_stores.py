@@ -9,8 +9,8 @@ from tests.connector.fakes import FakeRequest
 
 from kvtier.base import OffloadKey, PrepareStoreOutput, ReqContext
 from kvtier.connector.groups import GroupLayout
-from kvtier.connector.planning import StorePlan, list_storable_blocks, offer_blocks
-from kvtier.connector.request_state import KeptState, RequestState, make_request_state
+from kvtier.connector.planning import StorePlan, find_computed, list_storable_blocks, offer_blocks
+from kvtier.connector.request_state import KeptState, PinnedBlock, RequestState, make_request_state
 from kvtier.cpu.common import CPULoadStoreSpec
 
 FULL = GroupLayout(0, 4, 1, 1, None)
@@ -262,3 +262,53 @@ def test_states_computed_before_a_reset_are_not_stored() -> None:
     state.on_reset()
 
     assert blocks_of([FULL, STATE], state, 16) == []
+
+
+def audited(
+    layout: GroupLayout, state: RequestState, end_token: int, *blocks: int
+) -> tuple[dict[int, list[int]], list[int]]:
+    """Return the device blocks of the pinned blocks that a step completes, and which of them are lost."""
+    names = {OffloadKey(bytes([block])): block for block in blocks}
+    pinned = {key: PinnedBlock(layout.idx, block, 0) for key, block in names.items()}
+    other = {OffloadKey(b"other"): PinnedBlock(7, 0, 0)}
+    found = find_computed(layout, state.blocks, pinned | other, end_token)
+    return {names[key]: list(ids) for key, ids in found.device_blocks.items()}, [
+        names[key] for key in found.lost
+    ]
+
+
+def test_attention_is_compared_as_far_as_it_is_computed() -> None:
+    state = running(16, 0, [1, 2, 3, 4])
+
+    assert audited(FULL, state, 11, 0, 1, 2) == ({0: [1], 1: [2]}, [])
+    assert audited(FULL, state, 16, 2, 3) == ({2: [3], 3: [4]}, [])
+
+
+def test_a_window_is_compared_while_the_engine_keeps_it() -> None:
+    state = running(16, 12, [0, 0, 0, 0], [0, 2, 3, 4])
+
+    assert audited(WINDOW, state, 16, 0, 1, 3) == ({1: [2], 3: [4]}, [0])
+
+
+def test_a_state_is_compared_where_the_engine_says_and_lost_where_it_keeps_none() -> None:
+    state = running(16, 0, [1, 2, 3, 4], [0, 0, 0, 7])
+    state.blocks.kept_states = [KeptState(1, 9, 8), KeptState(0, 8, 4)]
+
+    assert audited(STATE, state, 12, 0, 1, 2, 3) == ({1: [9]}, [0, 2])
+
+
+def test_a_state_whose_device_block_is_not_in_the_table_yet_is_compared() -> None:
+    state = running(16, 0, [1], [])
+    state.blocks.kept_states = [KeptState(1, 9, 8)]
+
+    assert audited(STATE, state, 8, 1) == ({1: [9]}, [])
+
+
+def test_without_word_of_the_engine_a_state_is_in_its_place_until_the_next_token() -> None:
+    state = running(16, 0, [1, 2, 3, 4], [-1, 6, 7, 8])
+
+    assert audited(STATE, state, 8, 0, 1, 2) == ({1: [6]}, [0])
+    state.blocks.append(None, 8)
+    assert audited(STATE, state, 12, 1, 2) == ({1: [6], 2: [7]}, [])
+    state.blocks.append(None, 9)
+    assert audited(STATE, state, 12, 1, 2) == ({2: [7]}, [1])

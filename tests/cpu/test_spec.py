@@ -20,7 +20,7 @@ from kvtier.base import (
     TransferSpec,
     make_offload_key,
 )
-from kvtier.config import CudaCopier, GroupKind, KVGroup, ModelIdentity, OffloadingConfig
+from kvtier.config import CudaCopier, GroupKind, KVGroup, ModelIdentity, OffloadingConfig, StatePart
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.gpu_worker import CpuGpuOffloadingHandlers
 from kvtier.cpu.instance_lock import make_lock_path
@@ -347,24 +347,35 @@ def test_the_factory_builds_it_without_secondary_tiers() -> None:
     assert type(spec) is CPUOffloadingSpec
 
 
+KNOWN = (StatePart("float32", 600),)
+
+
 @pytest.mark.parametrize(
-    ("kind", "audit_ratio", "rank", "num_lines"),
+    ("kind", "parts", "audit_ratio", "rank", "num_lines"),
     [
-        (GroupKind.STATE, 0.1, None, 1),
-        (GroupKind.STATE, 0.1, 0, 0),  # the scheduler's half speaks for all
-        (GroupKind.STATE, 0.0, None, 0),
-        (GroupKind.FULL, 0.1, None, 0),
+        (GroupKind.STATE, (), 0.1, None, 1),
+        (GroupKind.STATE, (), 0.1, 0, 0),  # the scheduler's half speaks for all
+        (GroupKind.STATE, (), 0.0, None, 0),
+        (GroupKind.STATE, KNOWN, 0.1, None, 0),
+        (GroupKind.FULL, (), 0.1, None, 0),
     ],
 )
-def test_an_audit_says_at_the_start_that_it_leaves_states_out(
-    caplog: pytest.LogCaptureFixture, kind: GroupKind, audit_ratio: float, rank: int | None, num_lines: int
+def test_an_audit_says_at_the_start_which_states_it_leaves_out(
+    caplog: pytest.LogCaptureFixture,
+    kind: GroupKind,
+    parts: tuple[StatePart, ...],
+    audit_ratio: float,
+    rank: int | None,
+    num_lines: int,
 ) -> None:
-    groups = (KVGroup(16, ("a",), 600), KVGroup(16, ("b",), 600, kind))
+    groups = (KVGroup(16, ("a",), 600), KVGroup(16, ("b",), 600, kind, state_parts=parts))
     extra = {"cpu_bytes_to_use": "1MiB", "audit_ratio": audit_ratio}
-    CPUOffloadingSpec(
-        OffloadingConfig(
-            "e", ModelIdentity("m"), groups, 16, rank=rank, kv_dtype="bfloat16", extra_config=extra
-        )
+    model = ModelIdentity("m", dtype="bfloat16")
+    spec = CPUOffloadingSpec(
+        OffloadingConfig("e", model, groups, 16, rank=rank, kv_dtype="bfloat16", extra_config=extra)
     )
 
-    assert sum("no recurrent state" in line for line in caplog.messages) == num_lines
+    named = "leaves out the recurrent states of KV groups [1]"
+    assert sum(named in line for line in caplog.messages) == num_lines
+    is_known = kind is not GroupKind.STATE or bool(parts)
+    assert spec.audited_groups() == (set() if not audit_ratio else {0, 1} if is_known else {0})

@@ -4,6 +4,8 @@ A request is drawn at its first search, with the probability ``audit_ratio``. Th
 held and computes it at once. Beside that the audit searches as for any other request, which brings blocks of the tiers
 into host memory, and pins what is found. When a pinned block has been computed, a job compares the two in the workers,
 where a store would copy: it fences device blocks as a store does (``jobs``), and ends with the deviation of each block.
+A recurrent state is in its device block after one step alone; a step that passes its end without leaving it there loses
+it.
 
 A block that is off by more than batching can explain is dropped from every tier. After more than ``audit_limit`` of
 them no hit is loaded any more, until a restart or ``resume``.
@@ -25,12 +27,12 @@ from kvtier.base import (
     TransferJobId,
     TransferSpec,
 )
-from kvtier.config import GroupKind, Settings
+from kvtier.config import Settings
 from kvtier.connector.common import OffloadingWorkerMetadata, TransferJob
 from kvtier.connector.control_arm import ControlArm
 from kvtier.connector.groups import make_group_layouts
 from kvtier.connector.jobs import JobKind, OpenTransfer, TransferJobs
-from kvtier.connector.planning import iterate_load_keys
+from kvtier.connector.planning import find_computed, iterate_load_keys
 from kvtier.connector.prefix_search import split_by_need
 from kvtier.connector.protocols import AuditedSpec, PromotingManager
 from kvtier.connector.request_records import RequestRecords, count_tokens_by_tier
@@ -95,10 +97,8 @@ class Audit:
         self._dropping = manager if isinstance(manager, DroppingManager) else None
         self._layouts = layouts = make_group_layouts(spec)
         self._first_layout = split_by_need(layouts).first
-        # A page of a recurrent state has numbers of several kinds, and it is not kept for every block.
-        self._compared_groups = frozenset(
-            layout.idx for layout in layouts if spec.config.groups[layout.idx].kind is not GroupKind.STATE
-        )
+        assert isinstance(spec, AuditedSpec), "make_audit has checked it"
+        self._compared_groups = spec.audited_groups()
         self._jobs = jobs
         self._records = records
         self._clock = clock
@@ -180,6 +180,8 @@ class Audit:
 
     def on_step(self, num_scheduled_tokens: Mapping[str, int]) -> dict[TransferJobId, TransferJob]:
         """Continue searches, take times, and return the comparisons of blocks that this step completes.
+
+        Call it before stores are planned, which consume what the engine says of recurrent states.
 
         Args:
             num_scheduled_tokens: tokens that the step computes, by request.
@@ -339,27 +341,23 @@ class Audit:
         if not tables.is_allocated or tables.is_stale:
             return
         end_token = min(tables.num_computed_tokens + num_scheduled_tokens, state.request.num_tokens)
+        lost: list[OffloadKey] = []
         for layout in self._layouts:
-            factor, table = layout.block_size_factor, tables.block_ids[layout.idx]
-            end = min(end_token // layout.block_tokens, len(table) // factor)
-            first = 0 if layout.num_tail_tokens is None else layout.first_live_block(tables.num_freed_tokens)
-            keys = [
-                key
-                for key, pinned in audit.blocks.items()
-                if pinned.group_idx == layout.idx and first <= pinned.block < end
-            ]
+            computed = find_computed(layout, tables, audit.blocks, end_token)
+            lost += computed.lost
+            keys = list(computed.device_blocks)
             if not keys:
                 continue
             blocks = [audit.blocks.pop(key) for key in keys]
-            starts = [pinned.block * factor for pinned in blocks]
-            device_blocks = [one for start in starts for one in table[start : start + factor]]
+            device_blocks = [one for of_block in computed.device_blocks.values() for one in of_block]
             sizes = [len(device_blocks) if other.idx == layout.idx else 0 for other in self._layouts]
             source = GPULoadStoreSpec(device_blocks, sizes, [0] * len(sizes))
             slots = AuditLoadStoreSpec(pinned.slot for pinned in blocks)
             job_id = self._jobs.open_store(state, keys, device_blocks, JobKind.AUDIT)
             jobs[job_id] = TransferJob(state.context.req_id, TransferSpec(source, slots))
+        self._lose(state, lost)
         if not audit.blocks:
-            del self._comparing[state.context.req_id]
+            self._comparing.pop(state.context.req_id, None)
 
     def _on_compared(self, job: OpenTransfer) -> None:
         """Unpin the blocks of a comparison that every worker has ended, and drop those that are wrong."""
@@ -408,12 +406,18 @@ class Audit:
 
     def _unpin(self, state: RequestState) -> None:
         """Unpin the blocks of a request that are not being compared."""
-        audit = state.audit
-        if audit is None or not audit.blocks:
+        if state.audit is not None and state.audit.blocks:
+            self._lose(state, list(state.audit.blocks))
+            self._comparing.pop(state.context.req_id, None)
+
+    def _lose(self, state: RequestState, keys: list[OffloadKey]) -> None:
+        """Unpin blocks that will not be compared."""
+        if not keys:
             return
-        keys, audit.blocks = list(audit.blocks), {}
+        assert state.audit is not None, "only drawn requests pin blocks"
+        for key in keys:
+            del state.audit.blocks[key]
         self._counts["lost_blocks"] += len(keys)
-        self._comparing.pop(state.context.req_id, None)
         self._manager.complete_load(keys, state.context)
 
 

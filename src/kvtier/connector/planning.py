@@ -1,4 +1,4 @@
-"""Which keys and device blocks a load or a store moves.
+"""Which keys and device blocks a load or a store moves, or the audit compares.
 
 A load reads every block of its tokens, group by group. A store has two steps: ``list_storable_blocks`` finds the blocks
 that this step makes full, and ``offer_blocks`` reserves slots for them in the manager, for fewer at a time when there
@@ -9,7 +9,7 @@ their last token. Where the engine names those that do (``KeptState``), they are
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import filterfalse, repeat
 from operator import attrgetter
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from kvtier.base import GPULoadStoreSpec, LoadStoreSpec, OffloadKey, PrepareStoreOutput, ReqContext
 from kvtier.connector.groups import GroupLayout
-from kvtier.connector.request_state import KeptState, RequestState
+from kvtier.connector.request_state import BlockTables, KeptState, PinnedBlock, RequestState
 from kvtier.errors import InvariantError
 
 NEVER_TOKENS = sys.maxsize
@@ -57,6 +57,18 @@ class StorableBlock(NamedTuple):
     block: int
     key: OffloadKey
     device_block: int | None = None
+
+
+class ComputedBlocks(NamedTuple):
+    """Which pinned blocks of a group are on the device after a step.
+
+    Attributes:
+        device_blocks: those that are, with the device blocks of each.
+        lost: those that were passed over: the device has them no more, or never had.
+    """
+
+    device_blocks: dict[OffloadKey, Sequence[int]]
+    lost: list[OffloadKey]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +200,45 @@ def _find_kept(
         block = num_tokens // block_tokens - 1
         if num_tokens % block_tokens == 0 and num_tokens <= end_token and 0 <= block < len(keys):
             found.append(StorableBlock(num_tokens, group_idx, block, keys[block], device_block))
+    return found
+
+
+def find_computed(
+    layout: GroupLayout, tables: BlockTables, pinned: Mapping[OffloadKey, PinnedBlock], end_token: int
+) -> ComputedBlocks:
+    """Return which pinned blocks of a group a step completes, and which can no longer be compared. Pure.
+
+    Args:
+        layout: the group.
+        tables: the request's device blocks, after the step was planned.
+        pinned: its pinned blocks, of every group.
+        end_token: tokens that are computed after the step.
+    """
+    factor, table = layout.block_size_factor, tables.block_ids[layout.idx]
+    end, first = end_token // layout.block_tokens, layout.first_live_block(tables.num_freed_tokens)
+    kept: dict[int, int] | None = None
+    if layout.is_state and tables.kept_states is not None:
+        of_group = [one for one in tables.kept_states if one.group_idx == layout.idx]
+        kept = {one.num_tokens: one.device_block for one in of_group}
+    else:
+        end = min(end, len(table) // factor)
+    found = ComputedBlocks({}, [])
+    for key, (group_idx, block, _) in pinned.items():
+        if group_idx != layout.idx:
+            continue
+        if block < first:
+            found.lost.append(key)
+        elif block < end:
+            num_tokens, start = (block + 1) * layout.block_tokens, block * factor
+            if kept is None:
+                device_blocks: Sequence[int] = table[start : start + factor]
+            else:
+                device_blocks = [kept[num_tokens]] if num_tokens in kept else ()
+            # An engine names no device block of a state that one step has passed over.
+            if device_blocks and min(device_blocks) >= 0:
+                found.device_blocks[key] = device_blocks
+            else:
+                found.lost.append(key)
     return found
 
 

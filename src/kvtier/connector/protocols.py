@@ -279,6 +279,9 @@ class AuditedSpec(Protocol):
     def audited_namespace(self) -> str | None:
         """Return the namespace of the blocks that they can compare, for people; None when they compare none."""
 
+    def audited_groups(self) -> frozenset[int]:
+        """Return the KV groups whose blocks they can compare."""
+
 
 @runtime_checkable
 class KVCacheDetacher(Protocol):

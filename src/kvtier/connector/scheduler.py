@@ -231,12 +231,12 @@ class OffloadingConnectorScheduler:
         if self._handshake is not None:
             self._handshake.on_step()
         else:
+            if self.audit is not None:
+                store_jobs |= self.audit.on_step(num_scheduled_tokens)
             for req_id, num_tokens in num_scheduled_tokens.items():
                 state = self._requests.get(req_id)
                 if state and state.blocks.num_computed_tokens + num_tokens >= state.stores.next_tokens:
                     self._prepare_stores(state, num_tokens, store_jobs)
-            if self.audit is not None:
-                store_jobs |= self.audit.on_step(num_scheduled_tokens)
         measured_step = None
         if self.load_or_compute is not None:
             measured_step = self.load_or_compute.begin_step(scheduler_output, self._load_jobs.values())

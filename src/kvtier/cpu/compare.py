@@ -10,16 +10,23 @@ It is the larger of two ratios to what is tolerated:
 - the root mean square of the differences of 4096 numbers, beside that of the numbers: finds what is small and
   everywhere, such as another revision of the weights.
 
+A page of recurrent states has several parts, each with its own dtype. A state sums up what the model computed of all
+tokens before, so its tolerance is that of the coarser of its own dtype and the model's. Keys and values of such a model
+are computed from states, and have the same tolerance.
+
 ``docs/guide/audit.md`` says how the tolerances were found.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from kvtier.config import GroupKind, KVGroup
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -43,6 +50,11 @@ FLOOR_RATIO = 1 / 16
 to the number: values that cancel to almost nothing have errors of their neighbours' size. Zero makes those look wrong;
 one compares everything with the largest numbers of the segment."""
 
+STATE_FLOOR_RATIO = 1.0
+"""The same for a recurrent state. Its rows are products of one number of a key with all of a value: where a key passes
+through zero, a row is rounding alone. With the ratio of keys and values such rows looked sixteen times as wrong, and
+other prompts not more."""
+
 
 class Tolerance(NamedTuple):
     """What batching alone never exceeds.
@@ -50,10 +62,12 @@ class Tolerance(NamedTuple):
     Attributes:
         of_one: largest difference of one number, in root mean squares of its neighbours.
         of_all: root mean square of the differences of a segment, in that of its numbers.
+        floor_ratio: smallest scale of a number, in the root mean square of its segment.
     """
 
     of_one: float
     of_all: float
+    floor_ratio: float = FLOOR_RATIO
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +83,17 @@ class KVFormat:
     name: str
     decode: Callable[[Bytes], Floats]
     tolerance: Tolerance
+
+
+class PartFormat(NamedTuple):
+    """Consecutive bytes of a group's page, over all of its layers, and what they mean."""
+
+    size_bytes: int
+    kv_format: KVFormat
+
+
+PageFormat = tuple[PartFormat, ...]
+"""The parts of a page in order; none: it is not compared."""
 
 
 def compare_pages(found: Bytes, held: Bytes, kv_format: KVFormat) -> npt.NDArray[np.float64]:
@@ -103,7 +128,7 @@ def measure(found: Floats, held: Floats, tolerance: Tolerance) -> npt.NDArray[np
         differences = np.abs(held.astype(np.float64).reshape(shape) - numbers)
         of_chunk = np.sqrt(np.square(numbers).mean(axis=3))
         of_segment = np.sqrt(np.square(of_chunk).mean(axis=2))
-        scales = np.maximum(of_chunk, FLOOR_RATIO * of_segment[:, :, None])
+        scales = np.maximum(of_chunk, tolerance.floor_ratio * of_segment[:, :, None])
         of_one = (differences.max(axis=3) / scales).max(axis=(1, 2))
         of_all = (np.sqrt(np.square(differences).mean(axis=(2, 3))) / of_segment).max(axis=1)
         worst = np.maximum(of_one / tolerance.of_one, of_all / tolerance.of_all)
@@ -111,13 +136,58 @@ def measure(found: Floats, held: Floats, tolerance: Tolerance) -> npt.NDArray[np
     return np.where(np.isnan(worst), np.where((differences == 0).all(axis=(1, 2, 3)), 0.0, np.inf), worst)
 
 
+def find_page_formats(groups: Sequence[KVGroup], kv_dtype: str, model_dtype: str) -> tuple[PageFormat, ...]:
+    """Return how to compare a page of each group. Pure.
+
+    Nothing is compared when keys and values have no known format: states are computed from them.
+
+    Args:
+        groups: the KV groups.
+        kv_dtype: the engine's description of its KV dtype, see ``find_format``.
+        model_dtype: of the weights, in which the model computes.
+    """
+    has_states = any(group.kind is GroupKind.STATE for group in groups)
+    of_keys = find_format(kv_dtype)
+    if has_states and of_keys is not None:
+        of_keys = widen_format(of_keys, model_dtype, FLOOR_RATIO)
+    if of_keys is None and any(group.kind is not GroupKind.STATE for group in groups):
+        return ((),) * len(groups)
+    pages: list[PageFormat] = []
+    for group in groups:
+        parts = [(group.page_size_bytes, of_keys)]
+        if group.kind is GroupKind.STATE:
+            read = [(part.size_bytes, find_format(part.dtype)) for part in group.state_parts]
+            parts = [(size, one and widen_format(one, model_dtype, STATE_FLOOR_RATIO)) for size, one in read]
+        page = tuple(PartFormat(size, one) for size, one in parts if one is not None)
+        pages.append(page if len(page) == len(parts) else ())
+    return tuple(pages)
+
+
+def widen_format(kv_format: KVFormat, model_dtype: str, floor_ratio: float) -> KVFormat | None:
+    """Return how to compare numbers of a model with recurrent states; None when its dtype is unknown. Pure.
+
+    Args:
+        kv_format: what they are, with the tolerance that they have in a model without states.
+        model_dtype: of the weights, in which the model computes them.
+        floor_ratio: see ``Tolerance``.
+    """
+    model = find_format(model_dtype)
+    if model is None:
+        return None
+    coarser = max(kv_format.name, model.name, key=list(HYBRID_TOLERANCES).index)
+    tolerance = HYBRID_TOLERANCES[coarser]._replace(floor_ratio=floor_ratio)
+    return replace(kv_format, tolerance=tolerance)
+
+
 def find_format(kv_dtype: str) -> KVFormat | None:
     """Return the format that an engine's description of its KV dtype names; None when it is not one of these. Pure.
 
     Args:
-        kv_dtype: such as ``torch.bfloat16``, or vLLM's ``auto: bfloat16 NONE``; groups of several dtypes are none.
+        kv_dtype: such as ``torch.bfloat16``, or vLLM's ``auto: bfloat16 NONE``; groups of several dtypes are none. What
+            vLLM says of recurrent states is left out.
     """
-    words = set(kv_dtype.replace("torch.", "").replace(":", " ").replace(",", " ").split())
+    described = DESCRIBED_STATE.sub("", kv_dtype)
+    words = set(described.replace("torch.", "").replace(":", " ").replace(",", " ").split())
     named = words & FORMATS.keys()
     if len(named) != 1 or words - named - UNQUANTISED_WORDS:
         return None
@@ -151,6 +221,19 @@ FORMATS = {
 """The dtypes that can be compared. The tolerances are eight times the largest deviation that was measured
 (``python -m benchmarks audit-tolerance``); wrong blocks are off by about one. Tighter ones call batching wrong; wider
 ones overlook more flipped bits."""
+
+HYBRID_TOLERANCES = {
+    "float32": Tolerance(2e-3, 2.5e-4),
+    "float16": Tolerance(3.6, 0.45),
+    "bfloat16": Tolerance(3.6, 0.45),
+}
+"""The tolerances of all blocks of a model with recurrent states, by the coarser dtype of their numbers and the model,
+the finest first: eight times the largest deviation of a state; wrong ones are off by seven and by 1.3. With float16
+they are as wide as with bfloat16: many of these models have experts, and in 16 bits rounding decides now and then which
+of them computes a token. It is another expert then, whatever the dtype."""
+
+DESCRIBED_STATE = re.compile(r"\w+ state(?: [0-9x]+ \w+)+")
+"""How vLLM describes a recurrent state: its kind, then shape and dtype of each part."""
 
 UNQUANTISED_WORDS = frozenset({"auto", "NONE"})
 """What vLLM says beside the dtype of a cache that is not quantised."""

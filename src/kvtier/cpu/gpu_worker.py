@@ -35,7 +35,7 @@ from kvtier.base import (
 )
 from kvtier.config import CudaCopier
 from kvtier.cpu.audit_handler import AuditHandler
-from kvtier.cpu.compare import KVFormat
+from kvtier.cpu.compare import PageFormat
 from kvtier.cpu.cuda.copy_autotune import Choice
 from kvtier.cpu.cuda.pinned_region import PinnedRows, pin_rows
 from kvtier.cpu.cuda.start import StreamQueue, choose_copiers, map_rows, pin_region
@@ -78,7 +78,7 @@ class CpuGpuOffloadingHandlers:
         num_cpu_blocks: slots.
         mmap_region: the rows; None: private ones.
         cuda_copier: how to move bytes of CUDA tensors.
-        audit_format: what the bytes mean, to compare blocks with rows; None compares none.
+        audit_formats: what the bytes of each group mean, to compare blocks with rows; none compares none.
 
     Raises:
         KVCacheLayoutError: the tensors cannot be placed in rows.
@@ -90,7 +90,7 @@ class CpuGpuOffloadingHandlers:
     Attributes:
         gpu_to_cpu_handler: stores.
         cpu_to_gpu_handler: loads.
-        audit_handler: comparisons; None without ``audit_format``.
+        audit_handler: comparisons; None without ``audit_formats``.
         layout: the bytes within a row.
         rows: this worker's part of the rows, shape (num_cpu_blocks, layout.part_bytes), int8, CPU.
     """
@@ -102,7 +102,7 @@ class CpuGpuOffloadingHandlers:
         num_cpu_blocks: int,
         mmap_region: SharedOffloadRegion | None = None,
         cuda_copier: CudaCopier = CudaCopier.AUTO,
-        audit_format: KVFormat | None = None,
+        audit_formats: Sequence[PageFormat] = (),
     ) -> None:
         self.layout = plan_layout(kv_caches, block_size_factor)
         pages = _take_pages(kv_caches)
@@ -122,7 +122,7 @@ class CpuGpuOffloadingHandlers:
         self.gpu_to_cpu_handler: OffloadingHandler = self._directions[0]
         self.cpu_to_gpu_handler: OffloadingHandler = self._directions[1]
         self.audit_handler = (
-            None if audit_format is None else AuditHandler(self.layout, self.rows.numpy(), audit_format)
+            AuditHandler(self.layout, self.rows.numpy(), audit_formats) if audit_formats else None
         )
         self._use(pages)
 

@@ -24,10 +24,10 @@ from kvtier.base import (
     OffloadingManager,
     OffloadingSpec,
 )
-from kvtier.config import GroupKind, HostSize, OffloadingConfig
+from kvtier.config import HostSize, OffloadingConfig
 from kvtier.cpu.auto_size import AutoSize, find_auto_size
 from kvtier.cpu.common import AuditLoadStoreSpec, CPULoadStoreSpec
-from kvtier.cpu.compare import FORMATS, KVFormat, find_format
+from kvtier.cpu.compare import FORMATS, PageFormat, find_page_formats
 from kvtier.cpu.gpu_worker import CpuGpuOffloadingHandlers, OthersStores
 from kvtier.cpu.instance_lock import InstanceLock, remove_dead_locks, remove_dead_regions
 from kvtier.cpu.manager import CPUOffloadingManager
@@ -68,7 +68,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         eviction_policy: name of the policy.
         store_threshold: accesses before a key is stored; below 2 it is stored at once.
         max_tracker_size: access counts kept.
-        audit_format: what the bytes mean, to compare blocks; None: blocks are not compared.
+        audit_formats: what the bytes of each group mean, to compare blocks; empty: no block is compared.
     """
 
     row_alignment_bytes: ClassVar[int] = 1
@@ -95,7 +95,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         self.num_blocks = _count_blocks(self.auto_size or settings.cpu_bytes_to_use, self.row_stride)
         if self.auto_size is not None and config.rank is None:  # the scheduler's half speaks for all
             logger.info('"cpu_bytes_to_use": "auto" is %s', self.auto_size)
-        self.audit_format = self._find_audit_format() if settings.audit_ratio else None
+        self.audit_formats = self._find_audit_formats() if settings.audit_ratio else ()
         self._manager: OffloadingManager | None = None
         self._handlers: CpuGpuOffloadingHandlers | None = None
         self._instance_lock: InstanceLock | None = None
@@ -127,7 +127,11 @@ class CPUOffloadingSpec(OffloadingSpec):
 
     def audited_namespace(self) -> str | None:
         """Return the namespace of the blocks that the handlers can compare; None when they compare none."""
-        return None if self.audit_format is None else make_namespace(self.config, self.row_stride).name
+        return make_namespace(self.config, self.row_stride).name if self.audit_formats else None
+
+    def audited_groups(self) -> frozenset[int]:
+        """Return the KV groups whose blocks the handlers can compare."""
+        return frozenset(idx for idx, page_format in enumerate(self.audit_formats) if page_format)
 
     def detach_kv_caches(self) -> None:
         """Drop the registered tensors when started copies have ended; rows keep their bytes. Idempotent.
@@ -229,7 +233,7 @@ class CPUOffloadingSpec(OffloadingSpec):
             self.num_blocks,
             mmap_region=region,
             cuda_copier=self.config.settings.cuda_copier,
-            audit_format=self.audit_format,
+            audit_formats=self.audit_formats,
         )
 
     def _keep(self, region: SharedOffloadRegion, build: Callable[[], T]) -> T:
@@ -282,14 +286,21 @@ class CPUOffloadingSpec(OffloadingSpec):
     def _mount(self) -> Path:
         return self.system_root / SHARED_MEMORY_DIRECTORY.relative_to("/")
 
-    def _find_audit_format(self) -> KVFormat | None:
-        found = find_format(self.config.kv_dtype)
-        is_told = bool(self.config.kv_dtype) and self.config.rank is None
-        if found is None and is_told:  # the scheduler's half speaks for all
-            kv_dtype, known = shorten(self.config.kv_dtype), ", ".join(FORMATS)
-            logger.info("no request is audited: KV dtype %s is none of %s", kv_dtype, known)
-        elif is_told and any(group.kind is GroupKind.STATE for group in self.config.groups):
-            logger.warning("the audit compares attention alone: no recurrent state of a hit is compared")
+    def _find_audit_formats(self) -> tuple[PageFormat, ...]:
+        config = self.config
+        found = find_page_formats(config.groups, config.kv_dtype, config.model.dtype)
+        is_told = bool(config.kv_dtype) and config.rank is None  # the scheduler's half speaks for all
+        if not any(found):
+            if is_told:
+                kv_dtype, known = shorten(config.kv_dtype), ", ".join(FORMATS)
+                logger.info("no request is audited: KV dtype %s is none of %s", kv_dtype, known)
+            return ()
+        left_out = [idx for idx, page_format in enumerate(found) if not page_format]
+        if is_told and left_out:
+            logger.warning(
+                "the audit leaves out the recurrent states of KV groups %s: their numbers are not known",
+                left_out,
+            )
         return found
 
     def _find_auto_size(self) -> AutoSize:

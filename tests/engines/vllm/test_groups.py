@@ -34,7 +34,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvtier.config import GroupKind, ModelIdentity, OffloadingConfig
+from kvtier.config import GroupKind, ModelIdentity, OffloadingConfig, StatePart
 from kvtier.connector.groups import GroupLayout, make_group_layouts
 from kvtier.cpu.spec import CPUOffloadingSpec
 from kvtier.engines.vllm import compat
@@ -161,6 +161,23 @@ def test_states_need_a_vllm_that_names_their_blocks(monkeypatch: pytest.MonkeyPa
 
     with pytest.raises(ModelError, match=r"KV group 1 is of kind MambaSpec.*use vLLM 0\.32 or later"):
         make_kv_groups(cache_config(group(full(), "a"), group(state(), "b")))
+
+
+def test_the_parts_of_a_state_are_those_of_each_of_its_layers() -> None:
+    if not compat.NAMES_KEPT_STATES:
+        pytest.skip("this vLLM does not say which blocks hold a recurrent state")
+    config = cache_config(group(full(), "a"), group(state(), "b", "c"))
+    parts = StatePart("bfloat16", 3 * 32 * 2), StatePart("float32", 2 * 8 * 8 * 4)
+
+    assert [one.state_parts for one in make_kv_groups(config)] == [(), parts * 2]
+
+
+def test_a_state_with_room_for_drafts_has_no_parts_because_some_bytes_mean_nothing() -> None:
+    if not compat.NAMES_KEPT_STATES:
+        pytest.skip("this vLLM does not say which blocks hold a recurrent state")
+    config = cache_config(group(full(), "a"), group(state(num_speculative_blocks=2), "b"))
+
+    assert [one.state_parts for one in make_kv_groups(config)] == [(), ()]
 
 
 def vllm_manager(spec: SlidingWindowSpec) -> SlidingWindowManager:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvtier.config import GroupKind, KVGroup, ModelIdentity, OffloadingConfig
+from kvtier.config import GroupKind, KVGroup, ModelIdentity, OffloadingConfig, StatePart
 from kvtier.cpu.auto_size import PROCESS_BYTES
 from kvtier.engines.transformers.block_sizes import BlockSizes, choose_block_sizes, page_bytes
 from kvtier.engines.transformers.config import EngineConfig
@@ -96,7 +96,11 @@ def make_groups(shape: KVShape, sizes: BlockSizes) -> tuple[KVGroup, ...]:
     if sizes.state_interval_tokens is not None:
         # The names have type and size of each state: other states of as many bytes are another namespace.
         names = tuple(state.name for state in shape.states)
-        groups.append(KVGroup(sizes.state_interval_tokens, names, shape.state_bytes, GroupKind.STATE))
+        parts = tuple(
+            StatePart(str(state.dtype).removeprefix("torch."), state.nbytes) for state in shape.states
+        )
+        interval, num_bytes = sizes.state_interval_tokens, shape.state_bytes
+        groups.append(KVGroup(interval, names, num_bytes, GroupKind.STATE, state_parts=parts))
     return tuple(groups)
 
 

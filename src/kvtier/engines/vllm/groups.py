@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvtier.config import GroupKind, KVGroup
+from kvtier.config import GroupKind, KVGroup, StatePart
 from kvtier.engines.vllm import compat
 from kvtier.errors import ModelError
 
@@ -187,7 +187,23 @@ def _make_group(kv_cache_config: KVCacheConfig, idx: int) -> KVGroup:
         page_size_bytes=sum(page_bytes_of_layers(kv_cache_config, group).values()),
         kind=kind,
         window_tokens=window_tokens,
+        state_parts=_parts_of_states(group),
     )
+
+
+def _parts_of_states(group: KVCacheGroupSpec) -> tuple[StatePart, ...]:
+    """Return the parts of a page of recurrent states, layer after layer; empty where a part has bytes without meaning.
+
+    With speculative decoding a convolution has room for drafted tokens, which may be of a rejected draft.
+    """
+    spec = first_spec(group)
+    if not isinstance(spec, MambaSpec) or spec.num_speculative_blocks:
+        return ()
+    parts = [
+        StatePart(str(dtype).removeprefix("torch."), math.prod(shape) * dtype.itemsize)
+        for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+    ]
+    return tuple(parts * len(group.layer_names))
 
 
 def _kind_of(idx: int, spec: KVCacheSpec) -> tuple[GroupKind, int | None]:
