@@ -290,16 +290,16 @@ class EngineHost:
         """Flip a bit of one byte of what host memory holds of the block that covers a token of a prompt."""
         self._rows[self._slot_of(prompt, group, token), byte] ^= 0x40
 
-    def held_bytes(self, prompt: Sequence[int], token: int) -> bytes:
-        """Return what host memory holds of the block of the first KV group that covers a token of a prompt."""
-        return bytes(self._rows[self._slot_of(prompt, 0, token)].numpy().tobytes())
+    def held_bytes(self, prompt: Sequence[int], token: int, group: int = 0) -> bytes:
+        """Return what host memory holds of the block of one KV group that covers a token of a prompt."""
+        return bytes(self._rows[self._slot_of(prompt, group, token)].numpy().tobytes())
 
-    def plant_bytes(self, prompt: Sequence[int], token: int, row: bytes) -> None:
+    def plant_bytes(self, prompt: Sequence[int], token: int, row: bytes, group: int = 0) -> None:
         """Replace what host memory holds of such a block."""
         import torch
 
         planted = torch.frombuffer(bytearray(row), dtype=torch.int8)
-        self._rows[self._slot_of(prompt, 0, token)] = planted
+        self._rows[self._slot_of(prompt, group, token)] = planted
 
     def key_of(self, prompt: Sequence[int], group: int, token: int) -> bytes:
         """Return the key of the block of one KV group that covers a token of a prompt."""
