@@ -2,6 +2,7 @@
 
     python -m scripts.audit_run --engine vllm --dtype bfloat16 --blocks 50000           needs vLLM
     python -m scripts.audit_run --engine transformers --dtype bfloat16 --blocks 50000
+    python -m scripts.audit_run --model qwen3-next --dtype bfloat16 --blocks 10000      recurrent states, needs vLLM
 
 Every request is audited. A round computes new prompts once and stores them. Then it computes them again and again in
 other ways, each block of which is compared with the one that is held: with vLLM in other batches of one to eight
@@ -14,13 +15,14 @@ import random
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tests.e2e.vllm.checkpoints import save_llama
+from tests.e2e.vllm.checkpoints import SEED, save_llama, save_qwen3_next
 from tests.e2e.vllm.engine_host import EngineOptions
 from tests.e2e.vllm.engine_process import EngineProcess
 from tests.e2e.vllm.prompts import make_prompt
+from tests.e2e.vllm.recurrent import ARGUMENTS as RECURRENT_ARGUMENTS
 
 NUM_PROMPTS = 24
 """Prompts of a round."""
@@ -44,6 +46,11 @@ BLOCK_TOKENS = 16
 
 SETTINGS = {"cpu_bytes_to_use": "1GiB", "audit_ratio": 1.0, "audit_limit": 10**9}
 
+MODELS: dict[str, Callable[[Path, int], Path]] = {"llama": save_llama, "qwen3-next": save_qwen3_next}
+"""What saves a checkpoint in a folder, drawn with a seed."""
+
+RECURRENT = "qwen3-next"
+
 KINDS = ("equal", "close", "wrong", "lost")
 
 Counts = Counter[str]
@@ -55,23 +62,25 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
+    parser.add_argument("--model", choices=MODELS, default="llama")
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32")
     parser.add_argument("--blocks", type=int, default=50_000, help="blocks to compare")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kvtier-") as folder:
         run = run_vllm if arguments.engine == "vllm" else run_transformers
-        counts = run(Path(folder), arguments.dtype, arguments.blocks)
+        counts = run(Path(folder), arguments.model, arguments.dtype, arguments.blocks)
     return int(counts["wrong"] > 0)
 
 
-def run_vllm(folder: Path, dtype: str, num_blocks: int) -> Counts:
+def run_vllm(folder: Path, model: str, dtype: str, num_blocks: int) -> Counts:
     """Compute prompts alone, then again in batches of every size; return what was compared."""
+    recurrent = RECURRENT_ARGUMENTS if model == RECURRENT else {}
     options = EngineOptions(
-        str(save_llama(folder)),
+        str(MODELS[model](folder, SEED)),
         SETTINGS,
         num_device_blocks=400,
         max_num_seqs=MAX_BATCH,
-        engine_arguments={"dtype": dtype, "max_num_batched_tokens": STEP_TOKENS},
+        engine_arguments={**recurrent, "dtype": dtype, "max_num_batched_tokens": STEP_TOKENS},
     )
     sampling, counts = {"temperature": 0.0, "max_tokens": 2}, Counts()
     rng = random.Random(1)  # noqa: S311 - prompts, no secrets
@@ -96,7 +105,7 @@ def run_vllm(folder: Path, dtype: str, num_blocks: int) -> Counts:
     return counts
 
 
-def run_transformers(folder: Path, dtype: str, num_blocks: int) -> Counts:
+def run_transformers(folder: Path, model: str, dtype: str, num_blocks: int) -> Counts:
     """Compute prompts of one model after another in parts of several lengths; return what was compared."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -111,12 +120,12 @@ def run_transformers(folder: Path, dtype: str, num_blocks: int) -> Counts:
     counts, largest = Counts(), 0.0
     rng = random.Random(1)  # noqa: S311 - prompts, no secrets
     for number in range(10**6):
-        checkpoint = save_llama(folder / "model", seed=number)
-        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype))
+        checkpoint = MODELS[model](folder / "model", number)
+        loaded = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype))
         prompts = make_prompts(rng, number)
         for chunk_tokens in CHUNKS_TOKENS:
             config = EngineConfig(400, BLOCK_TOKENS, settings, prefill_chunk_tokens=chunk_tokens)
-            with KVTierEngine(model, config) as engine:
+            with KVTierEngine(loaded, config) as engine:
                 for prompt in prompts:
                     engine.run(prompt, 2)
                 engine.drain(60.0)

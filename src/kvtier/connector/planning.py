@@ -220,7 +220,7 @@ def find_computed(
     if layout.is_state and tables.kept_states is not None:
         of_group = [one for one in tables.kept_states if one.group_idx == layout.idx]
         kept = {one.num_tokens: one.device_block for one in of_group}
-    else:
+    if not layout.is_state:
         end = min(end, len(table) // factor)
     found = ComputedBlocks({}, [])
     for key, (group_idx, block, _) in pinned.items():
@@ -234,7 +234,7 @@ def find_computed(
                 device_blocks: Sequence[int] = table[start : start + factor]
             else:
                 device_blocks = [kept[num_tokens]] if num_tokens in kept else ()
-            # An engine names no device block of a state that one step has passed over.
+            # A state that one step has passed over has no device block, or none that an engine names.
             if device_blocks and min(device_blocks) >= 0:
                 found.device_blocks[key] = device_blocks
             else:
