@@ -4,7 +4,7 @@
 
 As ``audit_tolerance`` for keys and values. Each row has the largest deviations of a model and a dtype, in the two
 measures of ``kvtier.cpu.compare``: of keys and values, of convolutions, and of the states themselves; then the smallest
-deviations of states of another prompt. The tolerances of models with states are about eight times the largest where
+deviations of states of another prompt. The tolerances of models with states are five to eight times the largest where
 each expert computes every token. Where a few of many experts do, rounding decides now and then which: those rows only
 have to stay below the tolerance.
 """

@@ -228,7 +228,7 @@ HYBRID_TOLERANCES = {
     "bfloat16": Tolerance(3.6, 0.45),
 }
 """The tolerances of all blocks of a model with recurrent states, by the coarser dtype of their numbers and the model,
-the finest first: about eight times the largest deviation where every expert computes each token
+the finest first: five to eight times the largest deviation where every expert computes each token
 (``python -m benchmarks.audit_tolerance_states``). With float16 they are as wide as with bfloat16: where a few of many
 experts compute a token, rounding decides now and then which, and then a state is off by what another expert makes of
 it, whatever the dtype. States of another prompt are off by seven of one number and 1.3 of all."""
