@@ -6,8 +6,9 @@
 Every hit comes from a disk whose system calls take as long as a rate says.
 
 - *interval*: a fresh engine computes one hit in five and gives its 95 % interval. Beside it a second engine without an
-  audit serves the same prompts by turns loaded and computed. Both means have an error, so the interval of their
-  difference has to contain zero: a perfect 95 % interval contains the pairs' mean itself less often.
+  audit serves the same prompts by turns loaded and computed; of its pairs older ones count less, as the engine's do.
+  Both means have an error, so the interval of their difference has to contain zero: a perfect 95 % interval contains
+  the pairs' mean itself less often.
 - *slow*: after how many requests at 5 MB/s fewer than a fifth is loaded, and after how many at the machine's rate
   more than four fifths are again; in each run other requests are drawn.
 
@@ -20,7 +21,6 @@ import tempfile
 from collections.abc import Iterator
 from math import inf, sqrt
 from pathlib import Path
-from statistics import fmean, stdev
 
 from tests.e2e.vllm.checkpoints import save_llama
 from tests.e2e.vllm.engine_process import EngineProcess
@@ -34,6 +34,8 @@ from tests.e2e.vllm.slow_disk import (
     make_options,
 )
 
+from kvtier.connector.control_arm import HALF_LIFE, DecayingMean
+
 RATES = (inf, 20e6)
 """Bytes a second of the disks of the interval: one that pays and one that does not."""
 
@@ -44,6 +46,9 @@ LIVE_PER_PAIR = 3
 """Of these for each pair of the other engine: both see the machine as busy."""
 
 AUDIT_RATIO = 0.2
+ROUND_REQUESTS = 1 / AUDIT_RATIO + 1 / (1 - AUDIT_RATIO) - 1
+"""Requests, on average, until both kinds have come."""
+
 MAX_REQUESTS = 200
 US = 1e6
 NORMAL_975 = 1.96
@@ -85,10 +90,11 @@ def run_interval(model: str, folder: Path, bytes_per_s: float, num_runs: int) ->
             ) as engine:
                 live = SlowDiskBench(engine)
                 live.set_rate(bytes_per_s)
-                differences = list(serve_both(live, pairs))
+                differences = DecayingMean(HALF_LIFE * ROUND_REQUESTS / LIVE_PER_PAIR)
+                for difference_s in serve_both(live, pairs):
+                    differences.add(difference_s)
                 found = live.saved()
-            truth_s = fmean(differences)
-            error_s = stdev(differences) / sqrt(len(differences))
+            truth_s, error_s = differences.mean, sqrt(differences.variance_of_mean)
             is_covered = agree(found.low_s, found.high_s, truth_s, error_s)
             num_covering += is_covered
             print(
@@ -111,14 +117,14 @@ def serve_both(live: SlowDiskBench, pairs: SlowDiskBench) -> Iterator[float]:
     for number in range(NUM_LIVE):
         live.serve()
         if number % LIVE_PER_PAIR == 0:
-            # The first of a pair is loaded in half of them. A round of the other prompts lies between the two, so
-            # that host memory does not hold the prompt any more.
+            # The first of a pair is loaded in half of them. The other prompts lie between the two, so that host
+            # memory does not hold the prompt any more; they are loaded, as most of the live requests are.
             kinds = (ONE_TOKEN, COMPUTED) if number % (2 * LIVE_PER_PAIR) else (COMPUTED, ONE_TOKEN)
             took_s = {}
             for sampling in kinds:
                 took_s[sampling is ONE_TOKEN] = pairs.serve(sampling).took_s
                 for _ in range(NUM_PROMPTS - 1):
-                    pairs.serve(COMPUTED)
+                    pairs.serve()
             yield (took_s[False] - took_s[True]) / HIT_TOKENS
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.connector.control_arm import MIN_REQUESTS, ControlArm
+from kvtier.connector.control_arm import MIN_ROUNDS, ControlArm
 from kvtier.connector.metrics import SchedulerCounters
 from kvtier.connector.request_state import Arm
 from kvtier.histogram import LATENCY_BOUNDS_S, SIZE_BOUNDS_BYTES
@@ -61,7 +61,7 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> frozenset[str]:
         names = {*engine.stats(), *engine.histograms()}
     counted = [name for tier, own in TIER_COUNTS.items() for name in names_of(tier, own)]
     arm = ControlArm(random.Random(0))
-    for kind in (Arm.LOADED, Arm.AUDITED) * MIN_REQUESTS:
+    for kind in (Arm.LOADED, Arm.AUDITED) * MIN_ROUNDS:
         arm.add("fs", 300, 1.0, kind)
     return frozenset({*names, *counted, *CONNECTOR_COUNTS, *arm.stats()})
 

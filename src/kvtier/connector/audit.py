@@ -151,19 +151,16 @@ class Audit:
             tokens_by_tier: its hit, by medium or type of the tier.
         """
         audit, tier, num_tokens = state.audit, tier_of(tokens_by_tier), sum(tokens_by_tier.values())
-        if (
-            audit is None
-            or audit.arm is Arm.AUDITED
-            or audit.is_forced
-            or not self.arms.is_off(tier, num_tokens)
-        ):
+        if audit is None or audit.arm is Arm.AUDITED or audit.is_forced:
             return False
         # One draw for each request: it is searched again as long as it waits for the engine.
         if audit.arm is not Arm.SKIPPED:
-            audit.is_forced = self.arms.draws_treatment()
-        if not audit.is_forced:
-            audit.arm, audit.tier, audit.num_tokens = Arm.SKIPPED, tier, num_tokens
-        return not audit.is_forced
+            is_skipped = self.arms.draws_skip(tier, num_tokens)
+            if not is_skipped:
+                audit.is_forced = is_skipped is not None
+                return False
+        audit.arm, audit.tier, audit.num_tokens = Arm.SKIPPED, tier, num_tokens
+        return True
 
     def on_begun(self, state: RequestState, num_external_tokens: int) -> None:
         """Record that the engine has begun a request; its load, if any, is planned by now."""

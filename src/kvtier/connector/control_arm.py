@@ -2,22 +2,27 @@
 
 Requests with a hit are divided at random: most load it, a few compute it (``audit``), so the two kinds differ by chance
 alone. Each gives one number, the seconds from its first search to its first token, divided by the tokens of its hit.
-What a loaded token saves is the difference of the two means. Its 95 % interval is Welch's: the means' variances add,
-and Student's t has the degrees of freedom of Welch and Satterthwaite.
 
-Older requests count less, by half every ``HALF_LIFE`` of their kind, so that the answer follows a place that slows down
-or recovers. n numbers with weights w count as (sum w)^2 / sum w^2 of them.
+Only requests of about the same time are compared, because an engine that is busy delays both kinds. A round ends when
+it has a request of each kind, and gives one difference: the mean of those that computed less the mean of those that
+loaded. What a loaded token saves is the mean of these differences, with Student's 95 % interval for pairs.
 
-Where the whole interval lies below zero, loading is switched off for hits of that tier and length. One in
-``1 / TREATMENT_RATIO`` of them goes on being loaded, and when the interval reaches zero again, all are.
+Older rounds count less, by half every ``HALF_LIFE``, so that the answer follows a slow change. n numbers with weights w
+count as (sum w)^2 / sum w^2 of them. After a sudden one, which the latest rounds show, those before are forgotten.
 
-Source: B. L. Welch, The generalization of "Student's" problem, Biometrika 34 (1947).
+Where the whole interval lies below zero, loading is switched off for hits of that tier and length. A share of
+``TRIAL_RATIO`` of them goes on being loaded, and when the interval reaches zero again, all are. Where loading has
+become slower than computing was, a busy engine explains it as well as a slow disk: the same share is computed then.
+
+Source: Student, The probable error of a mean, Biometrika 6 (1908).
 """
 
 import random
 from bisect import bisect_right
+from collections import deque
 from dataclasses import dataclass, field
 from math import inf, sqrt
+from statistics import fmean, stdev
 from typing import NamedTuple
 
 from kvtier.connector.request_state import Arm
@@ -26,17 +31,23 @@ BUCKETS = (0, 256, 1024, 4096, 16384, 65536)
 """Tokens at which the classes of length begin. More classes have fewer requests each; fewer mix hits that pay with hits
 that do not."""
 
-HALF_LIFE = 16
-"""Requests of one kind after which one counts half. Fewer follow a change sooner and make the interval wider."""
+HALF_LIFE = 8.0
+"""Rounds after which one counts half, and in a round requests of one kind. Fewer follow a change sooner and make the
+interval wider."""
 
-DECAY = 0.5 ** (1 / HALF_LIFE)
+MIN_ROUNDS = 3
+"""Rounds before an interval is given. Two agree by chance too often."""
 
-MIN_REQUESTS = 3
-"""Requests of each kind before an interval is given. Two agree by chance too often."""
+TRIAL_RATIO = 0.05
+"""Share of the hits that are loaded although loading is switched off, or computed while it is suspected. Higher notices
+sooner that a place has recovered or has not; lower loses less."""
 
-TREATMENT_RATIO = 0.05
-"""Share of the hits that are loaded although loading is switched off. Higher notices sooner that a place has recovered;
-lower loses less while it has not."""
+RECENT_ROUNDS = 6
+"""Rounds that tell a sudden change. Fewer miss it among noise, more see it later."""
+
+SURPRISE_T = 6.87
+"""Standard errors of their mean from which on the mean of all is another: the 99.95 % quantile of Student's t for five
+degrees of freedom. Lower forgets by chance."""
 
 T_975 = (
     12.71,
@@ -90,10 +101,12 @@ class DecayingMean:
     """Mean and variance of numbers of which the older count less.
 
     Attributes:
+        half_life: numbers after which one counts half.
         num: numbers so far.
         mean: their weighted mean.
     """
 
+    half_life: float = HALF_LIFE
     num: int = 0
     mean: float = 0.0
     _weight: float = 0.0
@@ -103,11 +116,12 @@ class DecayingMean:
     def add(self, number: float) -> None:
         """Add a number, the newest."""
         self.num += 1
-        self._weight = DECAY * self._weight + 1
-        self._squared_weight = DECAY * DECAY * self._squared_weight + 1
+        decay = 0.5 ** (1 / self.half_life)
+        self._weight = decay * self._weight + 1
+        self._squared_weight = decay * decay * self._squared_weight + 1
         difference = number - self.mean
         self.mean += difference / self._weight
-        self._squares = DECAY * self._squares + difference * (number - self.mean)
+        self._squares = decay * self._squares + difference * (number - self.mean)
 
     @property
     def num_effective(self) -> float:
@@ -128,41 +142,70 @@ class TrialClass:
     """Requests with hits of one tier and one class of length.
 
     Attributes:
-        loaded: seconds to the first token, per token of the hit, of those that load.
-        computed: the same of those that compute.
-        interval: what a loaded token saves.
+        num_loaded: requests that loaded, since the start.
+        num_computed: requests that computed, since the start.
+        interval: what a loaded token saves, in seconds, and the ends of its 95 % interval.
     """
 
-    loaded: DecayingMean = field(default_factory=DecayingMean)
-    computed: DecayingMean = field(default_factory=DecayingMean)
+    num_loaded: int = 0
+    num_computed: int = 0
     interval: tuple[float, float, float] = (0.0, -inf, inf)
+    # Of this round.
+    _loaded: DecayingMean = field(default_factory=DecayingMean)
+    _computed: DecayingMean = field(default_factory=DecayingMean)
+    # Of the rounds before it: their differences, the latest of them, and how long both kinds took of late.
+    _differences: DecayingMean = field(default_factory=DecayingMean)
+    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_ROUNDS))
+    _loaded_of_late: DecayingMean = field(default_factory=DecayingMean)
+    _computed_of_late: DecayingMean = field(default_factory=DecayingMean)
+
+    @property
+    def skip_ratio(self) -> float:
+        """The share of the hits to compute, besides those of the audit."""
+        if self.interval[2] < 0:
+            return 1 - TRIAL_RATIO
+        is_known = self._differences.num >= MIN_ROUNDS
+        return TRIAL_RATIO if is_known and self._loaded_of_late.mean > self._computed_of_late.mean else 0.0
 
     def add(self, seconds_per_token: float, *, is_loaded: bool) -> None:
         """Add a request."""
-        (self.loaded if is_loaded else self.computed).add(seconds_per_token)
-        self.interval = find_interval(self.loaded, self.computed)
+        self.num_loaded += is_loaded
+        self.num_computed += not is_loaded
+        (self._loaded if is_loaded else self._computed).add(seconds_per_token)
+        (self._loaded_of_late if is_loaded else self._computed_of_late).add(seconds_per_token)
+        if self._loaded.num and self._computed.num:
+            self._end_round(self._computed.mean - self._loaded.mean)
+            self._loaded, self._computed = DecayingMean(), DecayingMean()
+
+    def _end_round(self, difference_s: float) -> None:
+        recent = self._recent
+        recent.append(difference_s)
+        self._differences.add(difference_s)
+        if len(recent) == RECENT_ROUNDS:
+            error_s = stdev(recent) / sqrt(RECENT_ROUNDS)
+            if abs(fmean(recent) - self._differences.mean) > SURPRISE_T * error_s:
+                self._differences = DecayingMean()
+                for each_s in recent:
+                    self._differences.add(each_s)
+        self.interval = find_interval(self._differences)
 
 
-def find_interval(loaded: DecayingMean, computed: DecayingMean) -> tuple[float, float, float]:
-    """Return how much ``computed`` is above ``loaded``, with the ends of the 95 % interval (Welch). Pure."""
-    if min(loaded.num, computed.num) < MIN_REQUESTS:
-        return computed.mean - loaded.mean if loaded.num and computed.num else 0.0, -inf, inf
-    difference = computed.mean - loaded.mean
-    of_loaded, of_computed = loaded.variance_of_mean, computed.variance_of_mean
-    variance = of_loaded + of_computed
-    parts = ((of_loaded, loaded.num_effective), (of_computed, computed.num_effective))
-    denominator = sum(part**2 / (num - 1) for part, num in parts)
-    freedom = variance**2 / denominator if denominator else inf
-    quantile = T_975[max(0, int(freedom) - 1)] if freedom < len(T_975) + 1 else T_975_LATER
-    reach = quantile * sqrt(variance)
-    return difference, difference - reach, difference + reach
+def find_interval(differences: DecayingMean) -> tuple[float, float, float]:
+    """Return the mean of ``differences`` and the ends of its 95 % interval. Pure."""
+    mean = differences.mean
+    if differences.num < MIN_ROUNDS:
+        return mean, -inf, inf
+    freedom = int(differences.num_effective) - 1
+    quantile = T_975[max(0, freedom - 1)] if freedom <= len(T_975) else T_975_LATER
+    reach = quantile * sqrt(differences.variance_of_mean)
+    return mean, mean - reach, mean + reach
 
 
 class ControlArm:
     """The classes of one scheduler half. Used from its thread; any thread may call ``intervals`` and ``stats``.
 
     Args:
-        rng: draws which hits are loaded although loading is switched off.
+        rng: draws which hits are loaded although loading is switched off, or computed while it is suspected.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -183,20 +226,17 @@ class ControlArm:
             self._classes[label] = TrialClass()
         self._classes[label].add(time_s / num_tokens, is_loaded=arm is Arm.LOADED)
 
-    def is_off(self, tier: str, num_tokens: int) -> bool:
-        """Return whether hits of this tier and length are slower to load than to compute. Pure."""
+    def draws_skip(self, tier: str, num_tokens: int) -> bool | None:
+        """Draw whether to compute a hit of this tier and length; None, without a draw, where every hit is loaded."""
         known = self._classes.get((tier, bucket_of(num_tokens)))
-        return known is not None and known.interval[2] < 0
-
-    def draws_treatment(self) -> bool:
-        """Draw whether a hit is loaded although loading is switched off."""
-        return self._rng.random() < TREATMENT_RATIO
+        ratio = 0.0 if known is None else known.skip_ratio
+        return self._rng.random() < ratio if ratio else None
 
     def intervals(self) -> list[SavedInterval]:
         """Return what is known of each class, ordered by tier and length."""
         return [
             SavedInterval(
-                tier, length, *each.interval, each.loaded.num, each.computed.num, each.interval[2] < 0
+                tier, length, *each.interval, each.num_loaded, each.num_computed, each.interval[2] < 0
             )
             for (tier, length), each in sorted(self._classes.items())
         ]

@@ -119,7 +119,7 @@ class Arm(Enum):
     """It is computed, and its blocks are compared with those held."""
 
     SKIPPED = "skipped"
-    """It is computed, because loads of its length from its tier turned out slower."""
+    """It is computed, because loads of its length from its tier turned out slower, or to find out whether they are."""
 
     STOPPED = "stopped"
     """It is computed, because too many blocks were wrong: nothing is loaded."""

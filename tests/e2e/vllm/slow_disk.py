@@ -29,7 +29,7 @@ WINDOW = 20
 """Requests of which the share that was loaded is taken."""
 
 ONE_TOKEN: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1}  # Any: arguments of vLLM's SamplingParams
-COMPUTED = {**ONE_TOKEN, "extra_args": {"kv_transfer_params": {"skip_load": True}}}
+COMPUTED = {**ONE_TOKEN, "extra_args": {"kv_transfer_params": {"skip_load": True, "skip_store": True}}}
 
 
 @dataclass(frozen=True, slots=True)
