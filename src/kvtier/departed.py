@@ -43,6 +43,7 @@ MAX_CHAIN = 64
 an overwritten entry may lead into another chain."""
 
 TAG_MASK = 2**32 - 1
+HASH_MASK = 2**64 - 1
 MIXER = 0x9E3779B97F4A7C15
 """Fibonacci hashing: the product's upper bits depend on all bits below, where hashes of small numbers stand."""
 
@@ -52,6 +53,7 @@ MAX_TICKS = 2**28 - 1
 """The latest time that fits into an entry, 310 days after the start; later ones count as that."""
 
 KIND_BITS = 4
+KIND_MASK = 2**KIND_BITS - 1
 NO_ENTRY = -1
 
 
@@ -148,7 +150,7 @@ class DepartedBlocks:
         if self._waiting:
             self._take_waiting()
         stamp = self._find_stamp(key)
-        return None if stamp is None else self._read(stamp)
+        return None if stamp is None else Departure(self._kinds[stamp & KIND_MASK], self._ago_s(stamp))
 
     def explain(self, key: OffloadKey, behind: Sequence[OffloadKey] = ()) -> Miss | None:
         """Return why ``key`` is missing, with the seconds since it left; None when that is not remembered.
@@ -168,8 +170,9 @@ class DepartedBlocks:
                     break
         if stamp is None:
             return None
-        miss, ago_s = self._read(stamp)
-        return Miss(miss.cause, miss.tier, MappingProxyType({**miss.detail, "ago_s": ago_s}))
+        cause, tier, detail = self._kinds[stamp & KIND_MASK]
+        ago_s = self._ago_s(stamp)
+        return Miss(cause, tier, MappingProxyType({**detail, "ago_s": ago_s} if detail else {"ago_s": ago_s}))
 
     def clear(self) -> None:
         """Forget every block."""
@@ -183,7 +186,7 @@ class DepartedBlocks:
         stamp = self._recent.get(key)
         if stamp is not None or not self._has_arrays:
             return stamp
-        mixed = hash(key) * MIXER % 2**64
+        mixed = hash(key) * MIXER & HASH_MASK
         tag, entry = mixed & TAG_MASK, self._heads_seen[mixed >> self._bucket_shift]
         for _ in range(MAX_CHAIN):
             if entry == NO_ENTRY:
@@ -193,10 +196,9 @@ class DepartedBlocks:
             entry = self._following_seen[entry]
         return None
 
-    def _read(self, stamp: int) -> Departure:
-        left_s = (stamp >> KIND_BITS) / TICKS
-        ago_s = max(0.0, self._clock() - self._began_s - left_s)
-        return Departure(self._kinds[stamp & (2**KIND_BITS - 1)], round(ago_s, 1))
+    def _ago_s(self, stamp: int) -> float:
+        ticks = int((self._clock() - self._began_s) * TICKS) - (stamp >> KIND_BITS)
+        return ticks / TICKS if ticks > 0 else 0.0
 
     def _take_waiting(self) -> None:
         """Take the batches that wait into the dictionary, and that into the arrays when it is full."""
