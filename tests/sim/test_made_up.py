@@ -102,3 +102,17 @@ def test_a_time_that_makes_no_sense_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match="duration_s"):
         make(1, duration_s)
+
+
+def test_ten_times_the_traffic_has_ten_times_the_chats_and_documents() -> None:
+    usual, busy = (draw_jobs(random.Random(3), scale) for scale in (1.0, 10.0))
+    assert busy.chats_per_h == pytest.approx(10 * usual.chats_per_h, rel=0.01)
+    assert busy.periods_s == usual.periods_s
+    assert busy.document_tokens == usual.document_tokens
+    assert sum(busy.num_documents) == pytest.approx(10 * sum(usual.num_documents), rel=0.2)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), 1e9])
+def test_a_scale_that_makes_no_sense_is_refused(scale: float) -> None:
+    with pytest.raises(ConfigError, match="scale"):
+        make_chats_beside_jobs(1, scale=scale)

@@ -34,6 +34,9 @@ MAX_AGENT_TOKENS = 120_000
 TOOLS_S = (0.8, 3.0, 12.0, 45.0)
 """Median durations of an agent's tools: a look into a file, a search, a test, a build."""
 
+MAX_SCALE = 100.0
+"""The busiest traffic of chats beside jobs; three hours of it have some million requests."""
+
 JOB_PERIODS_S = (900.0, 3_600.0)
 """Shortest and longest time after which a job comes back."""
 
@@ -89,28 +92,31 @@ def make_agents(seed: int, duration_s: float = HOUR_S) -> Trace:
     return traffic.finish()
 
 
-def make_chats_beside_jobs(seed: int, duration_s: float = 3 * HOUR_S) -> Trace:
+def make_chats_beside_jobs(seed: int, duration_s: float = 3 * HOUR_S, scale: float = 1.0) -> Trace:
     """Return chats beside jobs that come back every 15 to 60 minutes; ``draw_jobs`` draws how many of each. Pure.
 
     Args:
         seed: any integer.
         duration_s: time in which chats begin and jobs come back.
+        scale: so many times the chats and the documents of the jobs.
 
     Raises:
-        ConfigError: ``duration_s`` is not above zero or longer than a day.
+        ConfigError: ``duration_s`` is not above zero or longer than a day, or ``scale`` not above zero or above 100.
     """
+    if not 0 < scale <= MAX_SCALE:
+        raise ConfigError("scale", scale, f"must be a number above 0, up to {MAX_SCALE:g}")
     traffic = _begin(seed, duration_s)
-    mix = draw_jobs(traffic.rng)
+    mix = draw_jobs(traffic.rng, scale)
     traffic.add_chats(round(mix.chats_per_h * duration_s / HOUR_S), _make_apps(traffic))
     for period_s, num, num_tokens in zip(mix.periods_s, mix.num_documents, mix.document_tokens, strict=True):
         traffic.add_job(period_s, num, num_tokens)
     return traffic.finish()
 
 
-def draw_jobs(rng: random.Random) -> JobMix:
+def draw_jobs(rng: random.Random, scale: float = 1.0) -> JobMix:
     """Draw how many chats there are, and the jobs beside them, which name a tenth to nine tenths of the blocks."""
     num_jobs = 1 + int(4 * rng.random())
-    chats_per_h = round(150 * 4 ** rng.random())
+    chats_per_h = round(150 * scale * 4 ** rng.random())
     share = 0.1 + 0.8 * rng.random()
     blocks_per_h = chats_per_h * CHAT_BLOCKS * share / (1 - share) / num_jobs
     shortest_s, longest_s = JOB_PERIODS_S
