@@ -165,10 +165,14 @@ GOLDEN_HITS = {
 }
 """Blocks that hazard finds in a hundredth of the blocks of `conversation`; 31,511 without hints."""
 
+OTHER_PROCESSOR = 0.002
+"""How far the hits of another kind of processor may be off: numpy's exp rounds as its vector units do."""
+
 
 @pytest.mark.parametrize(("known", "noise"), GOLDEN_HITS)
 def test_with_hints_hazard_finds_what_it_found(
     conversation: Trace, known: ClientHints, noise: HintNoise
 ) -> None:
     cache = HostCache(blocks_of_share(conversation, 0.01), "hazard", client_hints=known, hint_noise=noise)
-    assert replay_host(conversation, cache).num_hits == GOLDEN_HITS[known, noise]
+    num_hits = replay_host(conversation, cache).num_hits
+    assert num_hits == pytest.approx(GOLDEN_HITS[known, noise], rel=OTHER_PROCESSOR)
