@@ -6,9 +6,10 @@
 Every hit comes from a disk whose system calls take as long as a rate says.
 
 - *interval*: a fresh engine computes one hit in five and gives its 95 % interval. Beside it a second engine without an
-  audit serves the same prompts by turns loaded and computed; of its pairs older ones count less, as the engine's do.
-  Both means have an error, so the interval of their difference has to contain zero: a perfect 95 % interval contains
-  the pairs' mean itself less often.
+  audit serves the same prompts by turns loaded, computed alone, and computed and stored, as an engine that loads
+  nothing does. The audit compares while it computes, which costs less than storing, so the truth lies between the two
+  differences. Of those older ones count less, as the engine's do. Every mean has an error: the engine's may be as far
+  from that range as its own and the range's error explain, so a perfect 95 % interval contains none of it now and then.
 - *slow*: after how many requests at 5 MB/s fewer than a fifth is loaded, and after how many at the machine's rate
   more than four fifths are again; in each run other requests are drawn.
 
@@ -26,6 +27,7 @@ from tests.e2e.vllm.checkpoints import save_llama
 from tests.e2e.vllm.engine_process import EngineProcess
 from tests.e2e.vllm.slow_disk import (
     COMPUTED,
+    COMPUTED_AND_STORED,
     HIT_TOKENS,
     NUM_PROMPTS,
     ONE_TOKEN,
@@ -34,7 +36,7 @@ from tests.e2e.vllm.slow_disk import (
     make_options,
 )
 
-from kvtier.connector.control_arm import HALF_LIFE, DecayingMean
+from kvtier.connector.control_arm import HALF_LIFE, DecayingMean, SavedInterval
 
 RATES = (inf, 20e6)
 """Bytes a second of the disks of the interval: one that pays and one that does not."""
@@ -42,8 +44,8 @@ RATES = (inf, 20e6)
 NUM_LIVE = 150
 """Requests of a run that the audited engine serves."""
 
-LIVE_PER_PAIR = 3
-"""Of these for each pair of the other engine: both see the machine as busy."""
+LIVE_PER_TRIPLE = 5
+"""Of these for each triple of the other engine: both see the machine as busy."""
 
 AUDIT_RATIO = 0.2
 ROUND_REQUESTS = 1 / AUDIT_RATIO + 1 / (1 - AUDIT_RATIO) - 1
@@ -78,11 +80,11 @@ def main() -> int:
 
 
 def run_interval(model: str, folder: Path, bytes_per_s: float, num_runs: int) -> None:
-    """Print for each run the interval and the pairs' mean, then how many agree."""
-    num_covering = 0
-    with EngineProcess(make_options(model, folder / f"pairs-{bytes_per_s:g}")) as other:
-        pairs = SlowDiskBench(other)
-        pairs.set_rate(bytes_per_s)
+    """Print for each run the interval and the other engine's two means, then how many agree."""
+    num_agreeing = 0
+    with EngineProcess(make_options(model, folder / f"triples-{bytes_per_s:g}")) as other:
+        triples = SlowDiskBench(other)
+        triples.set_rate(bytes_per_s)
         for seed in range(num_runs):
             settings = {"audit_ratio": AUDIT_RATIO, "audit_seed": seed}
             with EngineProcess(
@@ -90,42 +92,54 @@ def run_interval(model: str, folder: Path, bytes_per_s: float, num_runs: int) ->
             ) as engine:
                 live = SlowDiskBench(engine)
                 live.set_rate(bytes_per_s)
-                differences = DecayingMean(HALF_LIFE * ROUND_REQUESTS / LIVE_PER_PAIR)
-                for difference_s in serve_both(live, pairs):
-                    differences.add(difference_s)
+                alone, stored = (DecayingMean(HALF_LIFE * ROUND_REQUESTS / LIVE_PER_TRIPLE) for _ in range(2))
+                for saved_alone_s, saved_stored_s in serve_both(live, triples):
+                    alone.add(saved_alone_s)
+                    stored.add(saved_stored_s)
                 found = live.saved()
-            truth_s, error_s = differences.mean, sqrt(differences.variance_of_mean)
-            is_covered = agree(found.low_s, found.high_s, truth_s, error_s)
-            num_covering += is_covered
+            agrees = agree(found, alone, stored)
+            num_agreeing += agrees
             print(
                 f"interval, {bytes_per_s:g} B/s, run {seed}: {US * found.low_s:.1f} to {US * found.high_s:.1f} us a "
-                f"token of {found.num_loaded} loaded and {found.num_computed} computed; pairs {US * truth_s:.1f} "
-                f"(+- {US * error_s:.1f}): {'they agree' if is_covered else 'they DISAGREE'}",
+                f"token of {found.num_loaded} loaded and {found.num_computed} computed; beside it {describe(alone)} "
+                f"alone, {describe(stored)} with storing: {'they agree' if agrees else 'they DISAGREE'}",
                 flush=True,
             )
-    print(f"interval, {bytes_per_s:g} B/s: {num_covering} of {num_runs} agree with the pairs", flush=True)
+    print(f"interval, {bytes_per_s:g} B/s: {num_agreeing} of {num_runs} agree", flush=True)
 
 
-def agree(low_s: float, high_s: float, truth_s: float, error_s: float) -> bool:
-    """Return whether a 95 % interval and a mean with a standard error differ by no more than chance explains. Pure."""
-    middle_s, reach_s = (low_s + high_s) / 2, (high_s - low_s) / 2
-    return abs(middle_s - truth_s) <= sqrt(reach_s**2 + (NORMAL_975 * error_s) ** 2)
+def describe(mean: DecayingMean) -> str:
+    """Return a mean of seconds and its standard error in microseconds. Pure."""
+    return f"{US * mean.mean:.1f} (+- {US * sqrt(mean.variance_of_mean):.1f})"
 
 
-def serve_both(live: SlowDiskBench, pairs: SlowDiskBench) -> Iterator[float]:
-    """Serve a run, and beside it yield the seconds per token that each pair saves."""
+def agree(found: SavedInterval, alone: DecayingMean, stored: DecayingMean) -> bool:
+    """Return whether an interval is no further from the range of two means than chance explains. Pure."""
+    middle_s, reach_s = (found.low_s + found.high_s) / 2, (found.high_s - found.low_s) / 2
+    low, high = sorted((alone, stored), key=lambda each: each.mean)
+    nearest = low if middle_s < low.mean else high
+    distance_s = max(low.mean - middle_s, middle_s - high.mean)
+    return distance_s <= sqrt(reach_s**2 + NORMAL_975**2 * nearest.variance_of_mean)
+
+
+def serve_both(live: SlowDiskBench, triples: SlowDiskBench) -> Iterator[tuple[float, float]]:
+    """Serve a run, and beside it yield the seconds per token that each triple saves: computed alone, and stored."""
+    kinds = [ONE_TOKEN, COMPUTED, COMPUTED_AND_STORED]
     for number in range(NUM_LIVE):
         live.serve()
-        if number % LIVE_PER_PAIR == 0:
-            # The first of a pair is loaded in half of them. The other prompts lie between the two, so that host
-            # memory does not hold the prompt any more; they are loaded, as most of the live requests are.
-            kinds = (ONE_TOKEN, COMPUTED) if number % (2 * LIVE_PER_PAIR) else (COMPUTED, ONE_TOKEN)
-            took_s = {}
+        if number % LIVE_PER_TRIPLE == 0:
+            # Each comes first, second and last as often. The other prompts lie between them, so that host memory
+            # does not hold the prompt any more; they are loaded, as most of the live requests are.
+            kinds = kinds[1:] + kinds[:1]
+            took_s = []
             for sampling in kinds:
-                took_s[sampling is ONE_TOKEN] = pairs.serve(sampling).took_s
+                took_s.append(triples.serve(sampling).took_s)
                 for _ in range(NUM_PROMPTS - 1):
-                    pairs.serve()
-            yield (took_s[False] - took_s[True]) / HIT_TOKENS
+                    triples.serve()
+            loaded_s, alone_s, stored_s = (
+                took_s[kinds.index(kind)] for kind in (ONE_TOKEN, COMPUTED, COMPUTED_AND_STORED)
+            )
+            yield (alone_s - loaded_s) / HIT_TOKENS, (stored_s - loaded_s) / HIT_TOKENS
 
 
 def run_slow(model: str, folder: Path, num_runs: int) -> None:

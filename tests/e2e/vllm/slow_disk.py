@@ -30,6 +30,7 @@ WINDOW = 20
 
 ONE_TOKEN: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1}  # Any: arguments of vLLM's SamplingParams
 COMPUTED = {**ONE_TOKEN, "extra_args": {"kv_transfer_params": {"skip_load": True, "skip_store": True}}}
+COMPUTED_AND_STORED = {**ONE_TOKEN, "extra_args": {"kv_transfer_params": {"skip_load": True}}}
 
 
 @dataclass(frozen=True, slots=True)
