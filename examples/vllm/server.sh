@@ -26,7 +26,11 @@ trap finish EXIT
 
 MODEL=${1:-$WORK/model}
 BLOCKS=$(realpath -m "${2:-$WORK/blocks}")
-[[ $# -ge 1 ]] || "$PYTHON" "$HERE/offline.py" --save-model "$MODEL" 2>"$WORK/model.log"
+DTYPE=auto
+if [[ $# -eq 0 ]]; then
+  "$PYTHON" "$HERE/offline.py" --save-model "$MODEL" 2>"$WORK/model.log"
+  DTYPE=float32  # CPUs without instructions for 16 bits take many times as long with them
+fi
 
 export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}   # GiB; for CPU hosts
 export PYTHONHASHSEED=0                                      # blocks are named the same after a restart
@@ -49,9 +53,9 @@ SERVE=(vllm serve "$MODEL")
   SERVE=("$PYTHON" -W ignore -m vllm.entrypoints.openai.api_server --model "$MODEL")
 
 # A device pool that holds one of the prompts below: when the first one comes again, it is loaded from kvtier.
-"${SERVE[@]}" --host 127.0.0.1 --port "$PORT" --served-model-name model --skip-tokenizer-init --enforce-eager \
-  --max-model-len 4096 --block-size 128 --num-gpu-blocks-override 34 --enable-prompt-tokens-details \
-  --shutdown-timeout 30 --kv-transfer-config "$KVTIER" >"$WORK/server.log" 2>&1 &
+"${SERVE[@]}" --host 127.0.0.1 --port "$PORT" --served-model-name model --dtype "$DTYPE" \
+  --skip-tokenizer-init --enforce-eager --max-model-len 4096 --block-size 128 --num-gpu-blocks-override 34 \
+  --enable-prompt-tokens-details --shutdown-timeout 30 --kv-transfer-config "$KVTIER" >"$WORK/server.log" 2>&1 &
 SERVER=$!
 until curl --silent --fail --output /dev/null "$URL/health"; do
   kill -0 "$SERVER" 2>/dev/null || { tail -n 30 "$WORK/server.log" >&2; SERVER=; exit 1; }
