@@ -6,8 +6,8 @@ and stores beyond it are declined. One writer therefore never exceeds the capaci
 at most.
 
 Instances do not talk and do not fight: each deletes a beginning of the same order, age and then name, down to the
-same mark, so that two passes at once delete what one would. Objects cannot be touched, so the order is that of
-writing, not of use.
+same mark, so that two passes at once delete what one would, but for objects of the last second that only one of them
+has listed: stores tell ages in seconds. Objects cannot be touched, so the order is that of writing, not of use.
 
 Where tenants have quotas, the oldest objects of those beyond theirs leave first. Without a capacity quotas are bounds:
 a pass deletes what is beyond them, and is due when a tenant has written an eighth of its own.
