@@ -36,4 +36,3 @@ os.environ.update(ENVIRONMENT)
 for module in MODULES:
     with contextlib.suppress(ImportError):
         importlib.import_module(module)
-importlib.import_module("tests.e2e.vllm.products_in_float64").register()
