@@ -64,9 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     held = [lead.num_blocks for lead in leads]
     print(f"host memory of {min(held):,} to {max(held):,} blocks")
     print("| replays | mean gain | worst loss, whole | worst loss, ten minutes | beyond 2 there |")
+    worst = max(0.0, *(-lead.whole for lead in leads))
+    worst_ten = max(0.0, *(-lead.worst for lead in leads))
     print(
-        f"| {len(leads)} | {fmean(lead.whole for lead in leads):.2f} | {-min(lead.whole for lead in leads):.2f} | "
-        f"{-min(lead.worst for lead in leads):.1f} | {len(beyond)} |"
+        f"| {len(leads)} | {fmean(lead.whole for lead in leads):.2f} | {worst:.2f} | {worst_ten:.1f} | {len(beyond)} |"
     )
 
 

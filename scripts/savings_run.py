@@ -6,10 +6,10 @@
 Every hit comes from a disk whose system calls take as long as a rate says.
 
 - *interval*: a fresh engine computes one hit in five and gives its 95 % interval. Beside it a second engine without an
-  audit serves the same prompts by turns loaded, computed alone, and computed and stored, as an engine that loads
-  nothing does. The audit compares while it computes, which costs less than storing, so the truth lies between the two
-  differences. Of those older ones count less, as the engine's do. Every mean has an error: the engine's may be as far
-  from that range as its own and the range's error explain, so a perfect 95 % interval contains none of it now and then.
+  audit serves the same prompts by turns loaded, computed alone, and computed and stored, as a request with
+  ``skip_load`` is. The audit compares while it computes, which costs about as much as storing or less, so the truth is
+  the range of the two differences. Of those older ones count less, as the engine's do. Every mean has an error: the
+  engine's may be as far from that range as its own and the range's error explain.
 - *slow*: after how many requests at 5 MB/s fewer than a fifth is loaded, and after how many at the machine's rate
   more than four fifths are again; in each run other requests are drawn.
 

@@ -35,7 +35,7 @@ TOOLS_S = (0.8, 3.0, 12.0, 45.0)
 """Median durations of an agent's tools: a look into a file, a search, a test, a build."""
 
 MAX_SCALE = 100.0
-"""The busiest traffic of chats beside jobs; three hours of it have about a million blocks."""
+"""The busiest traffic of chats beside jobs; three hours of it have half a million requests and 900,000 blocks."""
 
 JOB_PERIODS_S = (900.0, 3_600.0)
 """Shortest and longest time after which a job comes back."""

@@ -1,4 +1,4 @@
-"""The examples for vLLM run as they stand, and show what they are there to show."""
+"""The examples for vLLM run as they stand, one of them in one process, and show what they are there to show."""
 
 import os
 import re
