@@ -2,6 +2,7 @@
 
 import gc
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -71,6 +72,30 @@ def test_a_stepping_engine_publishes_what_a_client_waits_for(make_controlled: Ma
     assert isinstance(reply, dict)
     assert reply["is_stepping"] is True
     assert reply["stats"]["primary.held_blocks"] == 4.0
+
+
+def test_a_command_wakes_an_idle_engine_that_can_be_woken(make_controlled: MakeControlled) -> None:
+    engine = make_controlled()
+    engine.store("a", PROMPT)
+    engine.step()
+    woken = threading.Event()
+    engine.control.wake_engine = lambda: woken.set() if engine.control.has_commands else None
+    client = Background(lambda: engine.ask("drain", GUARD_S))
+    assert woken.wait(GUARD_S)
+    while client.is_running:
+        engine.step()
+        time.sleep(0)
+
+    assert client.join() == {"ok": True}
+
+
+def test_numbers_do_not_wake_an_idle_engine(make_controlled: MakeControlled) -> None:
+    engine = make_controlled()
+    woken = threading.Event()
+    engine.control.wake_engine = woken.set
+
+    assert engine.ask("stats")["is_stepping"] is False
+    assert not woken.is_set()
 
 
 def test_a_step_that_no_client_waits_for_does_not_gather_numbers(make_controlled: MakeControlled) -> None:

@@ -4,7 +4,8 @@ Two threads meet here. The scheduler's thread reads ``is_wanted`` at the end of 
 where it is true; there it publishes a snapshot that a client waits for, and advances commands. The server's thread
 takes requests and replies. An idle engine makes no step: then the server's thread reads the counters itself. They are
 plain numbers that nothing changes meanwhile, so the answer is exact, and says that the engine did not step. Commands
-change the manager, which only the scheduler's thread may do, so they wait for the next step or their client's time-out.
+change the manager, which only the scheduler's thread may do, so they wait for the next step or their client's time-out;
+an engine that can be woken makes that step at once.
 """
 
 import logging
@@ -103,6 +104,8 @@ class EngineControl:
     Attributes:
         is_wanted: whether the end of the next step has something to do here.
         has_commands: whether commands wait or are under way; an engine with some should go on to step.
+        wake_engine: called on the server's thread when a command has come, so that an idle engine steps. It does
+            nothing unless the engine has set it, and must not block or raise.
     """
 
     def __init__(
@@ -114,6 +117,7 @@ class EngineControl:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.is_wanted = False
+        self.wake_engine: Callable[[], None] = do_nothing
         self._hash_prompt = hash_prompt
         self._tenants = make_tenants(config.settings)
         self._clock = clock
@@ -193,6 +197,7 @@ class EngineControl:
         pending = PendingCommand(command)
         self._arrived.append(pending)
         self.is_wanted = True
+        self.wake_engine()  # only now: an engine that wakes up looks for commands
         return CommandAsk(self, pending, str(name), timeout_s)
 
     def now_s(self) -> float:
@@ -301,12 +306,16 @@ class CommandAsk:
         return {
             "ok": False,
             "error": f"the engine made no step in {self._timeout_s:g} s, so {self._name} has not begun and will not: "
-            "an idle engine steps again with its next request; send one, or give a longer --timeout",
+            "an idle engine that cannot be woken steps with its next request; send one, or give a longer --timeout",
         }
 
     def cancel(self) -> None:
         """Drop the command."""
         self._control.cancel(self._pending)
+
+
+def do_nothing() -> None:
+    """Stand in for what wakes an engine, where nothing can."""
 
 
 def open_control(config: OffloadingConfig, hash_prompt: PromptHasher | None = None) -> EngineControl | None:

@@ -175,6 +175,11 @@ class ServerProcess:
         with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:  # noqa: S310
             return json.loads(response.read() or b"null")
 
+    def get(self, path: str) -> Any:  # Any: JSON
+        """Return the JSON of a page."""
+        with urllib.request.urlopen(self._url(path), timeout=REQUEST_TIMEOUT_S) as response:  # noqa: S310
+            return json.loads(response.read())
+
     def metrics(self, name: str, label: str) -> dict[str, float]:
         """Return the samples of one family on the metrics page, by the value of one label."""
         with urllib.request.urlopen(self._url("/metrics"), timeout=REQUEST_TIMEOUT_S) as response:  # noqa: S310

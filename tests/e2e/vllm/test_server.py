@@ -1,5 +1,6 @@
 """vLLM's server over HTTP, its engine in processes of its own: answers, metrics, events, reset, restart."""
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,8 @@ from tests.e2e.vllm.prompts import WHOLE_TOKENS, make_prompt
 from tests.e2e.vllm.server_process import ServerProcess
 from tests.e2e.vllm.test_fs_tier import settings_with
 
+from kvtier.observe.control_client import EngineConnection, choose_instance
+
 # vLLM brings both.
 zmq = pytest.importorskip("zmq", reason="needs vLLM: make test-vllm")
 msgspec = pytest.importorskip("msgspec", reason="needs vLLM: make test-vllm")
@@ -20,6 +23,11 @@ NUM_BLOCKS = WHOLE_TOKENS // BLOCK_TOKENS
 
 BLOCK_BYTES = 4 * 2 * 2 * 64 * 4 * BLOCK_TOKENS
 """Four layers, keys and values, two heads of 64 float32 numbers."""
+
+INSTANCE_ID = f"server-{os.getpid()}"
+
+COMMAND_TIMEOUT_S = 120.0
+"""Guard against a hang; nothing but the command itself makes an idle server step."""
 
 EVENTS_TIMEOUT_MS = 60_000
 """Guard against a hang; events come within milliseconds."""
@@ -112,7 +120,7 @@ def server(
 ) -> Iterator[ServerProcess]:
     """Return a server with host memory and a disk tier; each test has prompts of its own."""
     folder = tmp_path_factory.mktemp("server")
-    settings = settings_with(folder / "blocks")
+    settings = settings_with(folder / "blocks") | {"instance_id": INSTANCE_ID}
     settings["secondary_tiers"][0]["emit_events"] = True
     with ServerProcess(llama, settings, subscriber.endpoint, folder / "server.log") as server:
         yield server
@@ -220,6 +228,24 @@ def test_a_client_decides_what_is_stored_of_its_request(server: ServerProcess) -
 
     assert partly.num_cached_tokens == 10 * BLOCK_TOKENS
     assert partly.tokens == first.tokens
+
+
+def test_commands_reach_an_idle_server(server: ServerProcess) -> None:
+    prompt = make_prompt(700)
+    server.ask(prompt)
+    with EngineConnection(choose_instance(INSTANCE_ID).path, COMMAND_TIMEOUT_S) as connection:
+        while connection.ask("stats")["is_stepping"]:
+            pass
+        drained = connection.ask("drain", COMMAND_TIMEOUT_S)
+        while connection.ask("stats")["is_stepping"]:
+            pass
+        pinned = connection.ask("pin", COMMAND_TIMEOUT_S, token_ids=prompt[:WHOLE_TOKENS])
+        unpinned = connection.ask("unpin", COMMAND_TIMEOUT_S, all=True)
+
+    assert drained["ok"]
+    assert (pinned["num_blocks"], pinned["num_ready"]) == (NUM_BLOCKS, NUM_BLOCKS)
+    assert unpinned["num_blocks"] == NUM_BLOCKS
+    assert server.ask(prompt).num_cached_tokens == WHOLE_TOKENS
 
 
 def test_a_reset_with_the_connector_forgets_host_memory_and_disk(server: ServerProcess) -> None:

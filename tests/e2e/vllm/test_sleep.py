@@ -4,6 +4,7 @@ On a CPU vLLM leaves weights and KV cache in place while it sleeps; everything e
 empties its cache, resets its connector, calls the workers. Weights are loaded in place by vLLM's ``reload_weights``.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +21,20 @@ from tests.e2e.vllm.server_process import HttpAnswer, ServerProcess
 from tests.e2e.vllm.test_fs_tier import settings_with
 from tests.ports import free_port
 
+from kvtier.observe.control_client import EngineConnection, choose_instance
+
+INSTANCE_ID = f"sleeper-{os.getpid()}"
+
+COMMAND_TIMEOUT_S = 120.0
+"""Guard against a hang."""
+
 NUM_BLOCKS = 31
 """Whole blocks of a prompt."""
 
 SHORT = {"temperature": 0.0, "max_tokens": 8}
 """As the server is asked."""
 
-PROMPTS = {seed: make_prompt(seed) for seed in range(500, 509)}
+PROMPTS = {seed: make_prompt(seed) for seed in range(500, 510)}
 
 
 @pytest.fixture(scope="module")
@@ -75,16 +83,16 @@ def reload_call(path: str | None = None) -> dict[str, object]:
     return {"method": "reload_weights", "kwargs": {} if path is None else {"weights_path": path}}
 
 
-def start(model: str, blocks: Path, log: Path) -> ServerProcess:
-    """Return a server with host memory and a disk tier, which is not started yet."""
-    return ServerProcess(model, settings_with(blocks), f"tcp://127.0.0.1:{free_port()}", log)
+def start(model: str, blocks: Path, log: Path, **more: str) -> ServerProcess:
+    """Return a server with host memory and a disk tier, which is not started yet; ``more`` are kvtier's settings."""
+    return ServerProcess(model, settings_with(blocks) | more, f"tcp://127.0.0.1:{free_port()}", log)
 
 
 @pytest.fixture(scope="module")
 def run(llama: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """Return a server; each test has prompts of its own, and leaves the weights of the start."""
     folder = tmp_path_factory.mktemp("sleep")
-    with start(llama, folder / "blocks", folder / "server.log") as server:
+    with start(llama, folder / "blocks", folder / "server.log", instance_id=INSTANCE_ID) as server:
         yield Run(server, folder / "blocks")
 
 
@@ -114,6 +122,25 @@ def test_sleep_of_level_1_keeps_what_is_held_and_another_process_finds_what_foll
         WHOLE_TOKENS,
     ]
     assert (again.tokens, found.tokens) == (first.tokens, later.tokens)
+
+
+def test_a_sleeping_engine_drains_and_prefetches_and_sleeps_on(run: Run) -> None:
+    first = run.ask(509)
+    run.server.post("/sleep?level=1")
+    with EngineConnection(choose_instance(INSTANCE_ID).path, COMMAND_TIMEOUT_S) as connection:
+        drained = connection.ask("drain", COMMAND_TIMEOUT_S)
+        purged = connection.ask("purge", COMMAND_TIMEOUT_S, tiers=["host"])
+        fetched = connection.ask("prefetch", COMMAND_TIMEOUT_S, token_ids=PROMPTS[509][:WHOLE_TOKENS])
+    is_sleeping = run.server.get("/is_sleeping")
+    run.server.post("/wake_up")
+
+    again = run.ask_kvtier(509)
+
+    assert drained["ok"]
+    assert purged["num_purged"]["host"] >= NUM_BLOCKS
+    assert (fetched["num_blocks"], fetched["num_ready"]) == (NUM_BLOCKS, NUM_BLOCKS)
+    assert is_sleeping == {"is_sleeping": True}
+    assert (again.num_cached_tokens, again.tokens) == (WHOLE_TOKENS, first.tokens)
 
 
 def test_sleep_of_level_2_with_the_same_weights_loaded_again_keeps_what_is_held(run: Run) -> None:

@@ -219,7 +219,7 @@ def _amount_lines(summary: PlaceSummary) -> list[str]:
         (
             summary.temporary,
             "temporary file",
-            "of writes under way, or of a crash: the next engine removes those",
+            "to be written over, being written, or of a crash: the next engine removes those",
         ),
         (summary.foreign, "foreign entry", "never touched"),
         (summary.other_format, "block of another version", "left to the engine that wrote it"),

@@ -160,7 +160,8 @@ def describe(document: Document) -> list[str]:
     parts = [
         f"model {model.get('name', '?')}",
         str(model.get("dtype") or "?"),
-        f"KV {document.get('kv_dtype', '?')}",
+        # vLLM names the setting, the type, and NONE where nothing is quantized.
+        f"KV {str(document.get('kv_dtype', '?')).removeprefix('auto: ').replace(' NONE', '')}",
     ]
     revision = str(model.get("revision") or "")
     if revision:

@@ -30,7 +30,7 @@ from kvtier.engines.vllm.identity import LoadedWeightsNamer, start_fingerprints
 from kvtier.engines.vllm.metrics import GrowthMeter, KVTierPromMetrics, KVTierStats, StatsClock
 from kvtier.engines.vllm.scheduler_hooks import SchedulerHooks, VLLMPromptHasher
 from kvtier.engines.vllm.worker_hooks import WorkerHooks
-from kvtier.observe.control import open_control
+from kvtier.observe.control import EngineControl, open_control
 from kvtier.observe.prometheus import MetricsServer, serve_metrics
 from kvtier.recording.recorder import open_recorder
 
@@ -49,6 +49,9 @@ class KVTierConnector(SchedulerHooks, WorkerHooks, KVConnectorBase_V1, SupportsH
 
     Raises:
         KVTierError: a setting or the model is not supported; the message has the remedy.
+
+    Attributes:
+        control: what operators reach the engine through; None in a worker's process, and where it is off.
     """
 
     def __init__(
@@ -60,19 +63,14 @@ class KVTierConnector(SchedulerHooks, WorkerHooks, KVConnectorBase_V1, SupportsH
         WorkerHooks.__init__(self)
         is_scheduler = role is KVConnectorRole.SCHEDULER
         config = make_offloading_config(vllm_config, kv_cache_config, role)
-        self._connector = (
-            OffloadingConnector(
-                config,
-                ConnectorRole.SCHEDULER,
-                open_recorder(config),
-                open_control(
-                    config,
-                    VLLMPromptHasher(vllm_config, config.hash_block_size, self._adapter_salts),
-                ),
-            )
-            if is_scheduler
-            else OffloadingConnector(config, ConnectorRole.WORKER)
-        )
+        self.control: EngineControl | None = None
+        if is_scheduler:
+            recorder = open_recorder(config)
+            hash_prompt = VLLMPromptHasher(vllm_config, config.hash_block_size, self._adapter_salts)
+            self.control = open_control(config, hash_prompt)
+            self._connector = OffloadingConnector(config, ConnectorRole.SCHEDULER, recorder, self.control)
+        else:
+            self._connector = OffloadingConnector(config, ConnectorRole.WORKER)
         self._stats_clock = StatsClock()
         self._growth = GrowthMeter()
         self._metrics: MetricsServer | None = None

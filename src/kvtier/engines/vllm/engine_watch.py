@@ -13,6 +13,10 @@ scheduler (docs/adr/0043). Each runs as before; what it does to kvtier:
 All of it is off, and each reset is one, where weights can change unseen: in an engine in the process of the program
 that uses it, and behind an executor of the user's own.
 
+The busy loop of an idle engine waits for its next request, and a command of an operator for its next step
+(docs/adr/0030). To end an idle engine vLLM puts a message into the loop's queue that only lets the loop ask again
+whether there is work. A command is work, so the connector's control learns to send that message when a loop begins.
+
 Source: ``EngineCore`` of vLLM 0.32, whose busy loop makes all of these calls between two steps.
 """
 
@@ -27,7 +31,7 @@ from kvtier.engines.vllm.loaded_weights import AS_STARTED, LoadedWeights, Weight
 from kvtier.engines.vllm.worker_hooks import WorkerHooks
 
 if TYPE_CHECKING:
-    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 logger = logging.getLogger(__name__)
 
@@ -242,7 +246,8 @@ def is_reached_by_calls_alone(core: "EngineCore") -> bool:
 
 def watch_engine_cores() -> None:
     """Wrap the calls of this process's engine cores that concern kvtier; idempotent."""
-    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine import EngineCoreRequestType
+    from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineCoreProc
 
     if WATCHED in vars(EngineCore):
         return
@@ -260,6 +265,11 @@ def watch_engine_cores() -> None:
         for name, wrap in wrappers.items():
             if hasattr(EngineCore, name):
                 setattr(EngineCore, name, wrap(getattr(EngineCore, name)))
+    # A release without the message ends an idle engine in another way; there a command waits for a request.
+    wake_up = getattr(EngineCoreRequestType, "WAKEUP", None)
+    for kind in (EngineCoreProc, DPEngineCoreProc):
+        if wake_up is not None and "run_busy_loop" in vars(kind):
+            kind.run_busy_loop = watch_loop(kind.run_busy_loop, wake_up)
 
 
 Method = Callable[..., Any]  # Any: what a method of vLLM takes and returns
@@ -375,3 +385,17 @@ def watch_calls(stock: Method) -> Method:
         return result
 
     return collective_rpc
+
+
+def watch_loop(stock: Method, wake_up: object) -> Method:
+    """Wrap ``run_busy_loop``, which begins when the engine has its queue and its connector."""
+
+    @functools.wraps(stock)
+    def run_busy_loop(self: "EngineCoreProc") -> object:
+        queue = self.input_queue
+        for connector in own_connectors(getattr(self.scheduler, "connector", None)):
+            if connector.control is not None:
+                connector.control.wake_engine = lambda: queue.put_nowait((wake_up, None))
+        return stock(self)
+
+    return run_busy_loop
