@@ -40,7 +40,7 @@ def test_a_host_that_is_too_small_is_named_with_what_to_do(
     assert ["evicted", "host", "2,047", "33.3%", "1"] in rows
     assert "- 2,047 tokens had left host when they were asked for again, 60 s later (median)" in printed
     assert "Give the tier more room" in printed
-    assert "For example request 2: ago_s 60" in printed
+    assert "For example request 2: 60 s earlier" in printed
 
 
 def test_a_host_that_is_large_enough_is_an_origin(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -223,7 +223,10 @@ def _explain(row: CauseRow, num_prompt_tokens: int) -> Finding:
     parts = [row.cause.value, *list_fields(row.example)] if row.cause is MissCause.OTHER_NAMESPACE else []
     name = ":".join(parts or filter(None, (row.cause.value, row.reason)))
     about = f" ({row.tier})" if row.tier else ""
-    detail = ", ".join(f"{key} {value}" for key, value in row.example.detail.items())
+    detail = ", ".join(
+        f"{value:g} s earlier" if key == "ago_s" and isinstance(value, int | float) else f"{key} {value}"
+        for key, value in row.example.detail.items()
+    )
     share = row.num_tokens / max(1, num_prompt_tokens)
     text = (
         f"{row.num_tokens:,} tokens ({share:.1%}) of {row.num_requests:,} requests: {row.cause.value}{about}. "
