@@ -1,6 +1,8 @@
 """The capacity is kept by deleting our own oldest objects, and nothing that is not ours."""
 
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from threading import Semaphore
 
 import pytest
 from tests.tiering.obj.conftest import HANG_GUARD_S, Bucket, StartTier
@@ -153,6 +155,45 @@ def test_while_nothing_can_be_listed_stores_are_declined_at_an_eighth() -> None:
     )
     evictor = Evictor(Client(settings), "", 8000, Counters())
     assert [evictor.admit(400) for _ in range(4)] == [True, True, False, False]
-    evictor.give_back(400)
+    evictor.end_write(400, has_written=False)
     assert evictor.admit(400)
+    evictor.close()
+
+
+class SlowListing(Client):
+    """An empty store whose listings begin when the test lets them."""
+
+    def __init__(self) -> None:
+        self.begun = Semaphore(0)
+        self.let_go = Semaphore(0)
+
+    def list_all(self, root: str) -> Iterator[Listed]:
+        del root
+        self.begun.release()
+        assert self.let_go.acquire(timeout=HANG_GUARD_S)
+        return iter(())
+
+
+def test_what_was_being_written_when_a_pass_began_counts_until_the_next() -> None:
+    store = SlowListing()
+    evictor = Evictor(store, "", 8000, Counters())  # an eighth is 1000
+    assert evictor.admit(600)
+    assert store.begun.acquire(timeout=HANG_GUARD_S)
+    store.let_go.release()
+
+    # The second pass begins when the first has ended; neither has listed what is under way.
+    assert not evictor.admit(500)
+    assert store.begun.acquire(timeout=HANG_GUARD_S)
+    assert not evictor.admit(500)
+    evictor.end_write(600, has_written=True)
+    store.let_go.release()
+
+    # The third begins after the end of the write, and the fourth when the third has ended.
+    assert not evictor.admit(500)
+    assert store.begun.acquire(timeout=HANG_GUARD_S)
+    assert not evictor.admit(500)
+    store.let_go.release()
+    assert store.begun.acquire(timeout=HANG_GUARD_S)
+    assert evictor.admit(500)
+    store.let_go.release()
     evictor.close()

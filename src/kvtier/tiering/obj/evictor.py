@@ -2,8 +2,8 @@
 
 It knows no key and no job. A pass lists every object under the prefix and deletes our own from the oldest on until an
 eighth of the capacity is free; at most that much is written from the beginning of one pass to the end of the next,
-and stores beyond it are declined. One writer therefore never exceeds the capacity, and each further one by an eighth
-at most.
+and stores beyond it are declined. What was still being written when a pass began may be missing in its listing, so it
+counts until the next one. One writer therefore never exceeds the capacity, and each further one by an eighth at most.
 
 Instances do not talk and do not fight: each deletes a beginning of the same order, age and then name, down to the
 same mark, so that two passes at once delete what one would, but for objects of the last second that only one of them
@@ -54,7 +54,7 @@ CLOSE_TIMEOUT_S = 1.0
 class Evictor:
     """Counts what is written and deletes the oldest objects in a thread of its own, begun by the first store.
 
-    Mutable are the count, the thread and two flags. ``_changed`` guards them; the store is called outside it.
+    Mutable are two counts, the thread and two flags. ``_changed`` guards them; the store is called outside it.
 
     Args:
         client: the store.
@@ -82,13 +82,14 @@ class Evictor:
         self._mark_bytes = capacity_bytes - self._allowance_bytes
         self._counters = counters
         self._changed = threading.Condition()
-        self._written_bytes = 0
+        # Admitted since the last pass began, or under way then; of these, the bytes whose write has ended.
+        self._written_bytes = self._ended_bytes = 0
         self._is_pass_due = False
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
     def admit(self, num_bytes: int) -> bool:
-        """Count bytes that are about to be written; False when they must not be."""
+        """Count bytes that are about to be written; False when they must not be. ``end_write`` follows."""
         with self._changed:
             written_bytes = self._written_bytes + num_bytes
             has_room = written_bytes <= self._allowance_bytes
@@ -112,11 +113,18 @@ class Evictor:
             with self._changed:
                 self._request_pass()
 
-    def give_back(self, num_bytes: int) -> None:
-        """Uncount bytes that were admitted and, for certain, not written."""
+    def end_write(self, num_bytes: int, *, has_written: bool) -> None:
+        """Note that the write of admitted bytes has ended.
+
+        Args:
+            num_bytes: as they were admitted.
+            has_written: False when nothing was written for certain.
+        """
         with self._changed:
-            # A pass that ended meanwhile has uncounted them already.
-            self._written_bytes = max(0, self._written_bytes - num_bytes)
+            if has_written:
+                self._ended_bytes += num_bytes
+            else:
+                self._written_bytes -= num_bytes
 
     def close(self) -> None:
         """End the thread, or at least its deleting."""
@@ -179,13 +187,14 @@ class Evictor:
 
     def _run_pass(self) -> None:
         with self._changed:
-            seen_bytes = self._written_bytes
+            seen_bytes = self._ended_bytes
         while not self._run_round():
             pass
         if self._quotas is not None and not self._is_closed:
             self._quotas.end_pass()
         with self._changed:
-            self._written_bytes = max(0, self._written_bytes - seen_bytes)
+            self._written_bytes -= seen_bytes
+            self._ended_bytes -= seen_bytes
 
     def _run_round(self) -> bool:
         """Delete the oldest; return whether the mark is reached or nothing is left to do."""

@@ -184,20 +184,22 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         if self._evictor is not None and not self._evictor.admit(num_bytes):
             self._counters.add(declined=len(blocks))
             return ()
-        if is_group:
-            succeeded: Collection[OffloadKey] = self._groups.write(namespace, blocks)
-            num_written = len(blocks)
-        else:
-            succeeded = (blocks[0][0],)
-            with_headers = self._rows.with_headers(blocks, namespace.format)
-            num_written = int(self._client.put_new(namespace.block_path(blocks[0][0]), with_headers))
-            if self._evictor is not None and not num_written:
-                self._evictor.give_back(num_bytes)
-            elif self._evictor is not None:
-                self._evictor.on_stored(succeeded, num_bytes)
-            if not num_written:
-                # Its writer may have been cut off: what is not a whole block there is not held.
-                succeeded = self.contains_batch(namespace, [blocks[0][0]])
+        num_written = len(blocks)  # what fails may have been written
+        try:
+            if is_group:
+                succeeded: Collection[OffloadKey] = self._groups.write(namespace, blocks)
+            else:
+                succeeded = (blocks[0][0],)
+                with_headers = self._rows.with_headers(blocks, namespace.format)
+                num_written = int(self._client.put_new(namespace.block_path(blocks[0][0]), with_headers))
+        finally:
+            if self._evictor is not None:
+                self._evictor.end_write(num_bytes, has_written=num_written > 0)
+        if not num_written:
+            # Its writer may have been cut off: what is not a whole block there is not held.
+            succeeded = self.contains_batch(namespace, [blocks[0][0]])
+        elif self._evictor is not None and not is_group:
+            self._evictor.on_stored(succeeded, num_bytes)
         num_existed = len(blocks) - num_written
         stored_bytes = num_written * self._rows.row_bytes
         self._counters.add(stored_blocks=num_written, stored_bytes=stored_bytes, existed=num_existed)
