@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -29,14 +30,13 @@ NUM_BLOCKS = WHOLE_TOKENS // BLOCK_TOKENS
 NUM_SHARED_BLOCKS = 10
 NUM_SHARED_TOKENS = NUM_SHARED_BLOCKS * BLOCK_TOKENS
 
-MAX_TUNE_IN_PROMPTS = 60
-"""Prompts to compute until a subscriber hears the first: a subscription takes effect after the connection does."""
-
 BLOCK_BYTES = 4 * 2 * 2 * 64 * 4 * BLOCK_TOKENS
 """Four layers, keys and values, two heads of 64 float32 numbers."""
 
 PAUSE_S = 60.0
-GUARD_S = 60.0
+GUARD_S = 120.0
+"""Guard against a hang; the recording takes some seconds to start."""
+
 POLL_S = 0.05
 
 
@@ -122,10 +122,10 @@ def test_events_that_vllm_publishes_become_a_log_without_tokens(llama: str, tmp_
     ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as recording:
         with EngineProcess(options) as engine:
-            for seed in range(MAX_TUNE_IN_PROMPTS):
-                engine.call("generate", [make_prompt(10_000 + seed, 2 * BLOCK_TOKENS)], GREEDY)
-                if num_lines(path):
-                    break
+            end_s, seeds = time.monotonic() + GUARD_S, count(10_000)
+            while not num_lines(path):  # until the recording has started and is connected
+                assert time.monotonic() < end_s, "nothing is recorded"
+                engine.call("generate", [make_prompt(next(seeds), 2 * BLOCK_TOKENS)], GREEDY)
             num_before = num_lines(path)
             engine.call("generate_in_turn", prompts()[:2], {"temperature": 0.0, "max_tokens": 1})
             end_s = time.monotonic() + GUARD_S
