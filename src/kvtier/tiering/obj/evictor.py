@@ -3,7 +3,8 @@
 It knows no key and no job. A pass lists every object under the prefix and deletes our own from the oldest on until an
 eighth of the capacity is free; at most that much is written from the beginning of one pass to the end of the next,
 and stores beyond it are declined. What was still being written when a pass began may be missing in its listing, so it
-counts until the next one. One writer therefore never exceeds the capacity, and each further one by an eighth at most.
+counts until the next one. One writer therefore never exceeds the capacity, and each further one by an eighth at most;
+only a write that failed here and took effect later may be missing in the count.
 
 Instances do not talk and do not fight: each deletes a beginning of the same order, age and then name, down to the
 same mark, so that two passes at once delete what one would, but for objects of the last second that only one of them
