@@ -241,7 +241,18 @@ def test_the_name_is_the_first_half_of_the_digest() -> None:
 
 def test_the_digest_is_the_same_in_every_process() -> None:
     """Changed on purpose only, together with LAYOUT_VERSION: persistent tiers find nothing under another."""
-    assert make_namespace(CONFIG, 4096).name == "22c5ea3508899e8def4c632b0f2bda67"
+    assert make_namespace(CONFIG, 4096).name == "245e74bc7b2e32bef815288ccaf858d8"
+
+
+def test_weights_that_are_named_by_their_bytes_are_found_under_any_name() -> None:
+    named = replace(MODEL, weights="blake3:1")
+    moved = replace(named, name="/elsewhere/model", revision="r2")
+    here, there = (make_namespace(replace(CONFIG, model=model), 4096) for model in (named, moved))
+    assert here.digest == there.digest
+    assert json.loads(there.document)["model"]["name"] == "/elsewhere/model"
+    assert not differences(here.document, there.document)
+    others = make_namespace(replace(CONFIG, model=replace(moved, weights="blake3:2")), 4096)
+    assert [one.field for one in differences(here.document, others.document)] == ["model.weights"]
 
 
 def test_a_random_hash_seed_is_refused_where_blocks_outlive_the_process() -> None:

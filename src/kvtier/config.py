@@ -79,12 +79,14 @@ class ModelIdentity:
     """Identity of the weights that produced the KV cache.
 
     Attributes:
-        name: name or path of the model.
-        revision: revision of the weights, or a fingerprint of them with a prefix that marks it.
+        name: name or path of the model. It decides what may be exchanged only where ``weights`` is empty.
+        revision: revision of the weights; it counts where ``name`` does.
         dtype: data type of the weights.
         config_digest: hex digest of the effective model configuration (rope scaling, window, quantisation).
         config_json: that configuration in words, a JSON object, for people to read: nothing depends on it. Empty where
             the engine gives no more than the digest.
+        weights: name of the weights' bytes, such as a fingerprint of their files. Where it is set, the same bytes are
+            found under any name, in any folder; empty where the bytes were not read.
     """
 
     name: str
@@ -92,6 +94,7 @@ class ModelIdentity:
     dtype: str = ""
     config_digest: str = ""
     config_json: str = field(default="", compare=False)
+    weights: str = ""
 
 
 class StatePart(NamedTuple):

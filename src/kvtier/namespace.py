@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from kvtier.config import KVGroup, OffloadingConfig
 from kvtier.errors import ConfigError, NamespaceDocumentError
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Increased when the meaning of a row's bytes changes, so that old data is a miss."""
 
 SLOW_DIGEST = {"n": 2**15, "r": 8, "p": 1, "maxmem": 2**26, "dklen": 32}
@@ -34,6 +34,10 @@ NO_SALT_DIGEST = hashlib.sha256(b"").hexdigest()
 
 OLDER_TENANT = "set, in the form of an older version"
 """What is said of a document that still has the SHA-256 of a salt, which is not shown."""
+
+NAMES_OF_WEIGHTS = ("name", "revision")
+"""What people call a model. It is part of the identity only where the weights are not named by their bytes; a document
+has it in either case."""
 
 ABSENT = "(absent)"
 MAX_DEPTH = 32
@@ -73,6 +77,7 @@ def make_namespace(config: OffloadingConfig, row_stride_bytes: int, epoch: bytes
     """
     model = dataclasses.asdict(config.model)
     config_json = model.pop("config_json")
+    called = {name: model.pop(name) for name in NAMES_OF_WEIGHTS} if model["weights"] else {}
     salt = config.settings.tenant_salt
     identity = {
         "layout_version": LAYOUT_VERSION,
@@ -99,7 +104,7 @@ def make_namespace(config: OffloadingConfig, row_stride_bytes: int, epoch: bytes
         identity["parts"] = "once" if is_whole else f"once for {config.workers_per_part} workers"
     text = json.dumps(identity, sort_keys=True, indent=1)
     del identity["tenant_salt"]
-    words = {"model": model | _config_in_words(config_json), "tenant": tag_tenant(salt)}
+    words = {"model": model | called | _config_in_words(config_json), "tenant": tag_tenant(salt)}
     document = json.dumps(identity | words, sort_keys=True, indent=1)
     return Namespace(document, hashlib.sha256(text.encode()).digest())
 
@@ -189,6 +194,9 @@ def differences(document_a: str, document_b: str) -> list[Difference]:
     """
     a, b = parse_document(document_a), parse_document(document_b)
     found = [_shown(*one) for one in _compare("", a, b)]
+    if _names_weights(a) and _names_weights(b):
+        called = {f"model.{name}" for name in NAMES_OF_WEIGHTS}
+        found = [one for one in found if one.field not in called]
     names = {one.field for one in found}
     if "model.config" in names:  # only one has it
         found = [one for one in found if one.field != "model.config"]
@@ -212,6 +220,12 @@ def require_stable_hash(config: OffloadingConfig, tier: str) -> None:
 
 _NOTHING = object()
 """Stands for a value that one side has not."""
+
+
+def _names_weights(document: Document) -> bool:
+    """Return whether a document names the weights by their bytes."""
+    model = document.get("model")
+    return isinstance(model, dict) and bool(model.get("weights"))
 
 
 def _config_in_words(config_json: str) -> dict[str, object]:
