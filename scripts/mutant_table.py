@@ -112,10 +112,10 @@ MUTANTS = (
     ),
     Mutant(
         "a deadline never comes",
-        "tiering/waiting.py",
+        "cpu/waiting.py",
         "self.by_deadline[0].deadline_s <= now_s:",
         "self.by_deadline[0].deadline_s <= 0:",
-        "tests/tiering/test_waiting.py",
+        "tests/cpu/test_waiting.py",
     ),
     Mutant(
         "a circuit breaker never closes again",

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.base import OffloadKey
-from kvtier.misses import Miss, MissCause
+from kvtier.misses import HOST_ORIGIN, Miss, MissCause, NotStored, not_stored
 
 MAX_REMEMBERED_BLOCKS = 2**20
 """Blocks that one memory has at most, 16 MB. Fewer explain less of what a large tier has lost; more take memory from
@@ -51,6 +51,13 @@ TICKS = 10
 """Parts of a second that a time is remembered in."""
 MAX_TICKS = 2**28 - 1
 """The latest time that fits into an entry, 310 days after the start; later ones count as that."""
+
+HOST_STRIDE = 8
+"""A large manager remembers every eighth block that leaves, and recognises a prefix by any of eight blocks. Fewer, and
+eviction takes longer; more, and prefixes of a few blocks that left look like new ones."""
+
+MAX_ALL_REMEMBERED = 4096
+"""A smaller manager remembers every block that leaves, 64 KB at most."""
 
 KIND_BITS = 4
 KIND_MASK = 2**KIND_BITS - 1
@@ -317,3 +324,37 @@ def make_losses(tier: str, max_blocks: int, clock: Callable[[], float]) -> Depar
         Miss(MissCause.LOAD_FAILED, tier, MappingProxyType({"reason": "of another version or key"})),
     )
     return DepartedBlocks(max_blocks, clock, kinds)
+
+
+class HostDeparture(IntEnum):
+    """Why a block is not in host memory; positions in the kinds of ``make_host_departures``."""
+
+    EVICTED = 0
+    RESET = 1
+    REUSE_FILTER = 2
+    ADMISSION = 3
+    JOB_FAILED = 4
+    PURGED = 5
+    DROPPED = 6
+    EXPIRED = 7
+
+
+def make_host_departures(num_blocks: int, clock: Callable[[], float]) -> DepartedBlocks:
+    """Return an empty memory of the blocks of host memory.
+
+    Args:
+        num_blocks: blocks that it can hold.
+        clock: seconds, monotonic.
+    """
+    kinds = (
+        Miss(MissCause.EVICTED, HOST_ORIGIN),
+        Miss(MissCause.PURGED, HOST_ORIGIN, MappingProxyType({"reason": "reset"})),
+        not_stored(NotStored.REUSE_FILTER),
+        not_stored(NotStored.ADMISSION),
+        not_stored(NotStored.JOB_FAILED),
+        Miss(MissCause.PURGED, HOST_ORIGIN),
+        Miss(MissCause.DAMAGED, HOST_ORIGIN, MappingProxyType({"reason": "audit"})),
+        Miss(MissCause.EXPIRED, HOST_ORIGIN),
+    )
+    stride = HOST_STRIDE if num_blocks > MAX_ALL_REMEMBERED else 1
+    return DepartedBlocks(num_blocks, clock, kinds, stride)

@@ -377,3 +377,21 @@ def test_the_wait_from_the_first_search_to_the_begin_is_recorded() -> None:
     bench.begin(request)
 
     assert bench.latest.waited_s == 1.5
+
+
+def test_a_prefix_whose_store_never_ends_is_computed_after_the_deadline() -> None:
+    clock = ManualClock()
+    bench = Bench(CPUOffloadingManager(16, clock=clock, lookup_deadline_s=5.0), clock=clock)
+    bench.store(PROMPT, num_blocks=2)
+    bench.manager.prepare_store(keys_of(PROMPT), ReqContext("its worker hangs"))
+    request = FakeRequest("a", PROMPT)
+    for _ in range(5):
+        assert bench.half.get_num_new_matched_tokens(request, 0) == (None, False)
+        bench.half.build_connector_meta(FakeStep())
+        clock.advance(1.0)
+
+    assert bench.begin(request) == 8
+    bench.end_load()
+    in_flight, partial = bench.latest.missed
+    assert (in_flight[:2], in_flight.miss.cause) == ((8, 8), MissCause.IN_FLIGHT)
+    assert (partial, bench.latest.waited_s) == (MissedRun(16, 2, PARTIAL), 5.0)

@@ -364,3 +364,54 @@ def test_the_policy_is_offered_what_the_reuse_filter_lets_through() -> None:
     store(manager, keys_of(1, 2))
 
     assert learner.offered == [(REQUEST.req_id, keys_of(1))]
+
+
+def test_a_request_waits_for_a_store_that_never_ends_up_to_its_deadline() -> None:
+    clock = ManualClock()
+    manager = CPUOffloadingManager(4, clock=clock, lookup_deadline_s=5.0)
+    first, second = ReqContext("first"), ReqContext("second")
+    store(manager, keys_of(1))
+    prepared(manager, keys_of(2))
+    answers = []
+    for _ in range(4):
+        answers.append([manager.lookup(key, first) for key in keys_of(1, 2)])
+        clock.advance(2.0)
+    assert answers == [[True, None]] * 3 + [[True, False]]
+    assert manager.lookup(key_of(2), second) is None, "each request has a deadline of its own"
+    manager.complete_store(keys_of(2), REQUEST)
+    assert [manager.lookup(key_of(2), one) for one in (first, second)] == [True, True]
+    manager.check()
+
+
+def test_a_request_that_ends_or_loads_waits_anew_and_a_reset_keeps_its_deadline() -> None:
+    clock = ManualClock()
+    manager = CPUOffloadingManager(4, clock=clock, lookup_deadline_s=5.0)
+    store(manager, keys_of(1))
+    prepared(manager, keys_of(2))
+    request = ReqContext("request")
+    for forget in (
+        lambda: manager.request_finished(request),
+        lambda: manager.prepare_load(keys_of(1), request),
+        lambda: None,
+    ):
+        assert manager.lookup(key_of(2), request) is None
+        clock.advance(3.0)
+        forget()
+    manager.reset()
+    prepared(manager, keys_of(2))
+    assert manager.lookup(key_of(2), request) is None
+    clock.advance(2.0)
+    assert manager.lookup(key_of(2), request) is False
+
+
+def test_a_block_beyond_its_time_is_no_reason_to_wait_and_its_next_store_has_a_deadline() -> None:
+    clock = ManualClock()
+    manager = CPUOffloadingManager(4, clock=clock, ttl_s=3.0, lookup_deadline_s=5.0)
+    store(manager, keys_of(1))
+    clock.advance(4.0)
+    manager.end_step()
+    assert manager.lookup(key_of(1), REQUEST) is False
+    prepared(manager, keys_of(1))
+    assert manager.lookup(key_of(1), REQUEST) is None
+    clock.advance(5.0)
+    assert manager.lookup(key_of(1), REQUEST) is False

@@ -10,9 +10,7 @@ Source: the contract follows vLLM's ``kv_offload/cpu/manager``, pull requests 37
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from enum import IntEnum
 from itertools import chain
-from types import MappingProxyType
 
 from kvtier.base import (
     LoadStoreSpec,
@@ -23,7 +21,7 @@ from kvtier.base import (
     ReqContext,
     get_offload_tenant,
 )
-from kvtier.config import DEFAULT_MAX_TRACKER_SIZE
+from kvtier.config import DEFAULT_LOOKUP_DEADLINE_S, DEFAULT_MAX_TRACKER_SIZE
 from kvtier.cpu.block_table import BlockTable
 from kvtier.cpu.common import CPULoadStoreSpec, EventLog
 from kvtier.cpu.lifetimes import BlockLifetimes
@@ -32,47 +30,15 @@ from kvtier.cpu.policies.learning import AdmissionControl, RequestLearner, Reuse
 from kvtier.cpu.policies.registry import create_cache_policy
 from kvtier.cpu.reuse_filter import ReuseFilter
 from kvtier.cpu.tenant_quotas import TenantBlocks
-from kvtier.departed import DepartedBlocks
+from kvtier.cpu.waiting import WaitingRequests
+from kvtier.departed import HostDeparture, make_host_departures
 from kvtier.errors import UnknownNameError
-from kvtier.misses import HOST_ORIGIN, Miss, MissCause, MissExplainer, NotStored, not_stored
+from kvtier.misses import HOST_ORIGIN, Miss, MissCause, MissExplainer
 from kvtier.operating import DroppedBlocks, PinnedBlocks, Purge, PurgedBlocks
 from kvtier.tenants import Tenants
 
 MIN_STORE_THRESHOLD = 2
 """The lowest ``store_threshold`` that filters anything: each key that is stored has been accessed once."""
-
-
-class HostDeparture(IntEnum):
-    """Why a block is not in host memory; positions in ``HOST_DEPARTURES``."""
-
-    EVICTED = 0
-    RESET = 1
-    REUSE_FILTER = 2
-    ADMISSION = 3
-    JOB_FAILED = 4
-    PURGED = 5
-    DROPPED = 6
-    EXPIRED = 7
-
-
-HOST_DEPARTURES = (
-    Miss(MissCause.EVICTED, HOST_ORIGIN),
-    Miss(MissCause.PURGED, HOST_ORIGIN, MappingProxyType({"reason": "reset"})),
-    not_stored(NotStored.REUSE_FILTER),
-    not_stored(NotStored.ADMISSION),
-    not_stored(NotStored.JOB_FAILED),
-    Miss(MissCause.PURGED, HOST_ORIGIN),
-    Miss(MissCause.DAMAGED, HOST_ORIGIN, MappingProxyType({"reason": "audit"})),
-    Miss(MissCause.EXPIRED, HOST_ORIGIN),
-)
-
-
-DEPARTED_STRIDE = 8
-"""A large manager remembers every eighth block that leaves, and recognises a prefix by any of eight blocks. Fewer, and
-eviction takes longer; more, and prefixes of a few blocks that left look like new ones."""
-
-MAX_ALL_DEPARTED = 4096
-"""A smaller manager remembers every block that leaves, 64 KB at most."""
 
 
 class CPUOffloadingManager(OffloadingManager, MissExplainer):
@@ -88,6 +54,7 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         ttl_s: seconds after its store that a block is a miss; None: never.
         tenants: the tenants of requests; None where there are none.
         block_bytes: bytes of a slot, for quotas and counts of tenants.
+        lookup_deadline_s: seconds a request may wait for stores of others, from its first lookup that returned None.
 
     Attributes:
         table: the blocks, their slots and pins.
@@ -97,7 +64,7 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         departed: the blocks that left, or were refused.
         admission: what refuses blocks that are offered; None when nothing does.
         forecast: the policy's estimates of reuse; None when it gives none.
-        follows_requests: whether request_finished has an effect.
+        follows_requests: whether request_finished has an effect on more than what lookup has made wait.
 
     Raises:
         ConfigError: ``num_blocks`` or, with the filter on, ``max_tracker_size`` is below one.
@@ -116,6 +83,7 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         ttl_s: float | None = None,
         tenants: Tenants | None = None,
         block_bytes: int = 1,
+        lookup_deadline_s: float = DEFAULT_LOOKUP_DEADLINE_S,
     ) -> None:
         policy = create_cache_policy(cache_policy, num_blocks)
         self.table = BlockTable(num_blocks, policy)
@@ -126,7 +94,7 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         self.lifetimes: BlockLifetimes | None = None
         if ttl_s is not None:
             self.lifetimes = BlockLifetimes(ttl_s, clock)
-            self.lookup = self._lookup_alive  # type: ignore[method-assign]  # without lifetimes no lookup asks for one
+            self.find = self._find_alive  # type: ignore[method-assign]  # without lifetimes no lookup asks for one
         self.tenant_blocks = None if tenants is None else TenantBlocks(self.table, tenants, block_bytes)
         self._quotas = self.tenant_blocks if self.tenant_blocks and self.tenant_blocks.has_quotas else None
         self.table.listeners = tuple(one for one in (self.lifetimes, self.tenant_blocks) if one is not None)
@@ -138,8 +106,8 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         self._events = EventLog(CPULoadStoreSpec.medium()) if enable_events else None
         self._is_shut_down = False
         self.follows_requests = self._learner is not None or is_filtering
-        stride = DEPARTED_STRIDE if num_blocks > MAX_ALL_DEPARTED else 1
-        self.departed = DepartedBlocks(num_blocks, clock, HOST_DEPARTURES, stride)
+        self._waiting = WaitingRequests(self.table, lookup_deadline_s)
+        self.departed = make_host_departures(num_blocks, clock)
         self._num_loaded = self._num_stored = self._num_failed = self._num_evicted = self._num_refused = 0
         self._num_expired = 0
 
@@ -175,6 +143,21 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
             self.leases.pin_as_many_as_fit(chain.from_iterable(chains), pin_s)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        answer = self.find(key, req_context)
+        return self._wait_for(key, req_context) if answer is None else answer
+
+    def _wait_for(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        """Let a request wait for the store of ``key``; False when it has waited up to its deadline."""
+        waiting, now_s = self._waiting, self._clock()
+        waiting.expire(now_s)
+        waiter = waiting.by_request.get(req_context)
+        if waiter is not None and waiter.is_expired:
+            return False
+        waiting.wait_for(key, req_context, now_s, 0, has_slot=False)
+        return None
+
+    def find(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        """Return what lookup does, with None without an end: for a caller that has a deadline of its own."""
         if self._filter is not None:
             self._filter.observe(key, req_context)
         block = self._get_block(key)
@@ -182,9 +165,9 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
             return False
         return True if block.ref_cnt >= 0 else None
 
-    def _lookup_alive(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+    def _find_alive(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """Look a block up; one that is in use beyond its time is not found, or a hot one would never expire."""
-        answer = CPUOffloadingManager.lookup(self, key, req_context)
+        answer = CPUOffloadingManager.find(self, key, req_context)
         return False if answer and self.is_over(key) else answer
 
     def is_over(self, key: OffloadKey) -> bool:
@@ -192,7 +175,8 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         return self.lifetimes is not None and self.lifetimes.is_over(key)
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        del req_context
+        if self._waiting.by_request:
+            self._waiting.end_wait(req_context)
         slots = self.table.pin_ready(keys)
         self._num_loaded += len(slots)
         return CPULoadStoreSpec(slots)
@@ -254,6 +238,8 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         if not is_promotion and table.orphans.by_slot:
             keys = table.orphans.settle_keys(keys, is_write=True)
         finished = table.finish_writes(keys, success=success)
+        if self._waiting.by_key:
+            self._waiting.notify(finished)
         if table.listeners:
             table.report_finished(finished, success=success)
         if success:
@@ -331,6 +317,7 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         return [] if self._events is None else self._events.take()
 
     def request_finished(self, req_context: ReqContext) -> None:
+        self._waiting.end_wait(req_context)
         if self._learner is not None:
             self._learner.on_finished(req_context.req_id)
         if self._filter is not None:
@@ -421,6 +408,7 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         return self.departed.explain(key, behind)
 
     def reset(self) -> None:
+        self._waiting.interrupt()
         self.leases.unpin(None)
         forgotten = self.table.forget_blocks()
         self.departed.add(forgotten, HostDeparture.RESET)

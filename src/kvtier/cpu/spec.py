@@ -161,6 +161,7 @@ class CPUOffloadingSpec(OffloadingSpec):
             ttl_s=self.config.settings.ttl_s,
             tenants=self.tenants,
             block_bytes=self.row_stride,
+            lookup_deadline_s=self.config.settings.lookup_deadline_s,
         )
 
     def make_handlers(self, kv_caches: CanonicalKVCaches) -> CpuGpuOffloadingHandlers:

@@ -14,7 +14,7 @@ from kvtier.locations import IN_HOST, BlockLocator, BlockPlace, LocatedRun, Tier
 from kvtier.tiering.guard import GuardedTier
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 from kvtier.tiering.transfers import TierTransfers
-from kvtier.tiering.waiting import WaitingRequests
+from kvtier.cpu.waiting import WaitingRequests
 
 PROBE = ReqContext("probe")
 """The request of loads that only measure a tier; no engine knows it."""
@@ -74,7 +74,7 @@ class TierBlockLocator(BlockLocator):
         places: list[BlockPlace] = []
         is_unanswered = False
         for key in keys:
-            is_ready = self._primary.manager.lookup(key, req_context)
+            is_ready = self._primary.manager.find(key, req_context)
             if is_ready:
                 places.append(IN_HOST)
                 waiting.on_found(key, req_context)

@@ -36,7 +36,7 @@ from kvtier.tiering.locate import StepMoment, TierBlockLocator
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 from kvtier.tiering.purging import TierPurges
 from kvtier.tiering.transfers import TierTransfers
-from kvtier.tiering.waiting import Waiter, WaitingRequests
+from kvtier.cpu.waiting import Waiter, WaitingRequests
 
 __all__ = ["CPUPrimaryTierOffloadingManager", "TieringOffloadingManager"]
 
@@ -136,18 +136,16 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
                 tier.note_request(chains, req_context)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        if not self._tiers:
-            return self._primary_manager.lookup(key, req_context)
         if not self._is_polled:
             self._poll()
         waiting = self._waiting
         waiter = waiting.by_request.get(req_context)
         if waiter is not None:
             if waiter.is_expired:
-                return self._primary_manager.lookup(key, req_context) is True
+                return self._primary_manager.find(key, req_context) is True
             if waiter.search_step != self._step and not waiting.begin_search(waiter, self._step):
                 return None
-        answer = self._primary_manager.lookup(key, req_context)
+        answer = self._primary_manager.find(key, req_context)
         if answer is False:
             return self._lookup_in_tiers(key, req_context)
         if answer is None:
@@ -321,8 +319,8 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
     def _begin_anew(self, model: ModelIdentity | None) -> None:
         self._transfers.cancel_promotions()
         self._waiting.interrupt()
-        self._primary_manager.reset()
         self._cascades.clear()
+        self._primary_manager.reset()
         self._transfers.on_reset()
         epoch = self._make_epoch()
         for tier in self._tiers:

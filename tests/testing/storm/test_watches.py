@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.base import OffloadKey, make_offload_key
-from kvtier.cpu.manager import CPUOffloadingManager, HostDeparture
+from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.departed import HostDeparture
 from kvtier.tenants import parse_tenants, tenant_number
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.manager_suite import REQUEST

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.base import OffloadKey, ReqContext, get_offload_tenant
-from kvtier.cpu.manager import CPUOffloadingManager, HostDeparture
+from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.departed import HostDeparture
 from kvtier.tenants import HOST, NO_TENANT, OTHERS, Tenant, Tenants, parse_tenants
 from kvtier.testing.storm.laws import BrokenLawError
 

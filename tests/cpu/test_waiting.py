@@ -7,7 +7,7 @@ import pytest
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.testing.tier_suite import key_of
-from kvtier.tiering.waiting import MAX_REMEMBERED, Waiter, WaitingRequests
+from kvtier.cpu.waiting import MAX_REMEMBERED, Waiter, WaitingRequests
 
 DEADLINE_S = 5.0
 
