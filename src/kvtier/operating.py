@@ -66,6 +66,35 @@ class DroppedBlocks(NamedTuple):
     unable: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class DrainResult:
+    """What a drain has found; true when every block that was stored is where it should be.
+
+    Attributes:
+        has_ended: whether all stores and the tiers' jobs ended in time. While they have not, the numbers below go on
+            to count for the next drain.
+        num_lost_blocks: blocks that were to get into a tier and never will: they left host memory before the tier had
+            them, the tier failed to write them, or no host memory was free for them when they were computed. Counted
+            since the last drain that has ended, or since the start.
+        num_pending_blocks: blocks of host memory that wait for a tier which is left out for now.
+    """
+
+    has_ended: bool = True
+    num_lost_blocks: int = 0
+    num_pending_blocks: int = 0
+
+    def __bool__(self) -> bool:
+        return self.has_ended and not self.num_lost_blocks and not self.num_pending_blocks
+
+
+@runtime_checkable
+class DrainingManager(Protocol):
+    """A manager with secondary tiers, which may have work after every store has ended."""
+
+    def drain(self, timeout_s: float) -> DrainResult:
+        """Wait until the tiers have got and ended what is pending for them, or ``timeout_s`` has passed."""
+
+
 @runtime_checkable
 class PinningManager(Protocol):
     """Keeps blocks in host memory for a time."""

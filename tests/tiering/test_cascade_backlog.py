@@ -3,13 +3,16 @@
 from collections.abc import Collection
 
 from kvtier.base import OffloadKey, ReqContext
+from kvtier.cpu.block_table import BlockTable
 from kvtier.cpu.policies.learning import ReuseForecast
+from kvtier.cpu.policies.lru import LRUCachePolicy
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import key_of, make_config, make_rows
 from kvtier.testing.tiering_driver import ROW_BYTES
 from kvtier.tiering.admission import TierAdmission
 from kvtier.tiering.base import TierSettings
 from kvtier.tiering.cascade import StoreBacklog
+from kvtier.tiering.departures import TierDeparture
 from kvtier.tiering.example import ExampleSecondaryTier
 from kvtier.tiering.guard import GuardedTier
 
@@ -56,7 +59,7 @@ def make_backlog(
 ) -> StoreBacklog:
     tier = ExampleSecondaryTier(make_config(), make_rows(), settings=settings)
     guard = GuardedTier(tier, 8 * budget_rows * ROW_BYTES, ROW_BYTES, ManualClock())
-    return StoreBacklog(guard, forecast)
+    return StoreBacklog(guard, BlockTable(8, LRUCachePolicy(8)), forecast)
 
 
 def wanting(forecast: ReuseForecast | None, budget_rows: int = 100) -> StoreBacklog:
@@ -116,7 +119,7 @@ def test_a_refused_block_that_leaves_is_counted_as_refused_and_one_that_was_due_
     backlog.on_evicted(keys_of(1, 2, 3))
 
     assert backlog.tier.num_refused_by_admission == 1
-    assert backlog.tier.num_declined_cascades == 1
+    assert backlog.tier.losses.num_by_reason == {TierDeparture.DECLINED: 1}
     assert not backlog.waiting_keys()
 
 

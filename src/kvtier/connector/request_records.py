@@ -97,6 +97,7 @@ class RequestRecords:
     ) -> None:
         self._layouts = layouts
         self._groups = split_by_need(layouts)
+        self._manager = manager
         self._explainer = manager if isinstance(manager, MissExplainer) else None
         self._clock = clock
         self._wall_clock = wall_clock
@@ -203,7 +204,9 @@ class RequestRecords:
             keys, end = state.keys[idx], num_tokens // block_tokens
             allowed = end if limit is None else min(end, limit // block_tokens)
             if stores.batch_blocks is not None:
-                self._remember(keys[stores.next_blocks[idx] : allowed], NotStored.NO_ROOM)
+                unstored = keys[stores.next_blocks[idx] : allowed]
+                self._remember(unstored, NotStored.NO_ROOM)
+                self._manager.on_unstored(unstored, state.context)
             if limit is not None:
                 self._remember(keys[allowed:end], _reason_of_limit(state, limit))
 

@@ -317,11 +317,13 @@ class OffloadingConnectorScheduler:
         return [one for event in self.manager.take_events() for one in make_block_events(event)]
 
     def has_open_stores(self) -> bool:
-        """Return whether a worker still has to report a store; further steps, which may be empty, end them.
-
-        What tiers still write does not count: they go on without steps.
-        """
+        """Return whether a worker has to report a store: steps, also empty ones, end it. What tiers write is no store."""
         return self._jobs.num_stores > 0
+
+    def has_unstored(self, req_id: str) -> bool:
+        """Return whether a request has blocks for which the last step's stores had no room."""
+        state = self._requests.get(req_id)
+        return state is not None and state.stores.batch_blocks is not None
 
     def is_idle(self) -> bool:
         """Return whether there is neither a request nor a transfer under way, so that the engine may rest now."""

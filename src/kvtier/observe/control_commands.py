@@ -16,7 +16,7 @@ from kvtier.connector.protocols import ControlledHalf
 from kvtier.errors import ControlError, UnknownNameError, shorten
 from kvtier.hints.values import parse_hints
 from kvtier.observe.control_wire import Message
-from kvtier.operating import PinningManager, PurgingManager
+from kvtier.operating import DrainingManager, DrainResult, PinningManager, PurgingManager
 from kvtier.operating import Purge as PurgeUnderWay
 from kvtier.tenants import NO_TENANT, Tenant, Tenants, is_name, tenant_number
 
@@ -94,9 +94,16 @@ class Drain(Command):
         del now_s
         if half.has_open_stores():
             return None
-        drain = getattr(half.manager, "drain", None)
         # With no time to wait it only submits what is pending and says whether anything is left.
-        return {"ok": True} if drain is None or drain(0.0) else None
+        manager = half.manager
+        result = manager.drain(0.0) if isinstance(manager, DrainingManager) else DrainResult()
+        if not result.has_ended:
+            return None
+        return {
+            "ok": True,
+            "num_lost_blocks": result.num_lost_blocks,
+            "num_pending_blocks": result.num_pending_blocks,
+        }
 
     def describe_progress(self) -> str:
         return "blocks are still being written"

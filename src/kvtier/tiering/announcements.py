@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from kvtier.base import OffloadingEvent, OffloadKey
 from kvtier.cpu.common import EventLog
+from kvtier.tiering.base import SecondaryTierManager
 
 MAX_ANNOUNCED_KEYS = 262_144
 """Blocks of one tier that routers know, about 150 bytes each, 40 MB. Beyond it the block announced first is withdrawn:
@@ -128,3 +129,12 @@ class Announcements:
         for key in keys:
             self._held.pop(key, None)
         self._log.record(named, removed=True)
+
+
+def make_event_names(tiers: Sequence[SecondaryTierManager]) -> list[str]:
+    """Return what events call each tier: its type, with its position where an earlier one has the same type. Pure."""
+    names: list[str] = []
+    for position, tier in enumerate(tiers):
+        name = tier.get_tier_type()
+        names.append(f"{name}.{position}" if name in names else name)
+    return names

@@ -51,6 +51,7 @@ class CascadeMode(Enum):
 
     ON_STORE = "on_store"
     ON_EVICT = "on_evict"
+    MUST_WRITE = "must_write"
 
 
 def _parse_policy(name: str, value: object) -> str | None:
@@ -93,7 +94,8 @@ class TierSettings:
         metadata=setting(
             choice(CascadeMode),
             'durable and shared at once; `"on_evict"` writes blocks shortly before host memory evicts them: fewer '
-            "writes, but blocks that are only in host memory are lost with the engine",
+            "writes, but blocks that are only in host memory are lost with the engine; "
+            '`"must_write"` keeps blocks in host memory [until the tier has them](tiers.md#a-cache-that-must-be-complete)',
         ),
     )
     store_threshold: int = field(
@@ -154,7 +156,6 @@ class TierSettings:
             "report what they evict themselves, the others what a lookup or a load turned out to miss",
         ),
     )
-
     encryption: bool = field(
         default=True,
         metadata=setting(

@@ -3,8 +3,13 @@
 A block is withheld until the primary has seen it often enough, then pending, and forgotten when it is submitted or
 evicted: a block evicted while pending is lost to the tier and counted. A tier with an admission refuses blocks that are
 unlikely to be used again; with its next use a refused block is pending again.
+
+Host memory keeps what is pending for a tier that must get every block: it is not evicted until the tier has it. A block
+that the tier fails to write is pending again, MAX_WRITES times at most. While the tier is left out nothing is kept for
+it, so a tier that fails costs its own blocks and no request.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -16,6 +21,7 @@ from kvtier.cpu.manager import MIN_STORE_THRESHOLD
 from kvtier.cpu.policies.base import EvictionPreview
 from kvtier.cpu.policies.learning import ReuseForecast, ReuseForecaster, make_arrived
 from kvtier.cpu.reuse_filter import ReuseFilter
+from kvtier.cpu.waiting import Holder
 from kvtier.errors import InvariantError
 from kvtier.tiering.base import CascadeMode, SecondaryTierManager
 from kvtier.tiering.departures import TierDeparture
@@ -37,6 +43,11 @@ the tier early; more only cost memory."""
 MAX_REMEMBERED_BLOCKS = 2**18
 """The most blocks that are remembered to learn which are used again, about 0.4 KB each. Fewer make late reuse look like
 none; more serve longer horizons."""
+
+
+MAX_WRITES = 3
+"""How often a block is given to a tier that must get it. Fewer give up on an error that passes; more repeat one that
+does not, while the block takes room in host memory."""
 
 
 class OwnWork(Enum):
@@ -74,19 +85,28 @@ class StoreBacklog:
     Args:
         tier: the tier.
         forecast: estimates how likely blocks are used again; None admits each.
+        holder: keeps blocks from eviction, for a tier that must get every block.
 
     Attributes:
         tier: the same.
         pending: blocks to be stored, those that wait longest first. INVARIANT: each is ready in the
             primary. The same object for the life of this one.
+        kept: those of them that are held for the tier.
         is_write_back: whether blocks are stored only shortly before they leave the primary.
+        must_write: whether the tier must get every block.
+        is_keeping: whether what is pending is held: the tier must get it, and is not left out.
         counts_uses: whether on_used has an effect.
     """
 
-    def __init__(self, tier: GuardedTier, forecast: ReuseForecast | None = None) -> None:
+    def __init__(self, tier: GuardedTier, holder: Holder, forecast: ReuseForecast | None = None) -> None:
         settings = tier.tier.settings
         self.tier = tier
+        self._holder = holder
         self.pending: dict[OffloadKey, None] = {}
+        self.kept: set[OffloadKey] = set()
+        self.must_write = settings.cascade is CascadeMode.MUST_WRITE
+        self.is_keeping = self.must_write
+        self._num_failed_writes: dict[OffloadKey, int] = {}
         self.is_write_back = settings.cascade is CascadeMode.ON_EVICT
         self._withheld: set[OffloadKey] = set()
         self._refused: set[OffloadKey] = set()
@@ -101,7 +121,7 @@ class StoreBacklog:
     def offer(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         """Record blocks that have become ready in the primary; the request's use of them counts."""
         if self._filter is None:
-            self.pending.update(dict.fromkeys(keys))
+            self._add_pending(dict.fromkeys(keys))
         else:
             self._withheld.update(keys)
             self.on_used(keys, req_context)
@@ -114,15 +134,14 @@ class StoreBacklog:
         if self._refused:
             again = [key for key in distinct if key in self._refused]
             self._refused.difference_update(again)
-            self.pending.update(dict.fromkeys(again))
+            self._add_pending(dict.fromkeys(again))
         if self._filter is None:
             return
         for key in distinct:
             self._filter.observe(key, req_context)
-        for key in self._filter.admit(distinct):
-            if key in self._withheld:
-                self._withheld.discard(key)
-                self.pending[key] = None
+        due = {key: None for key in self._filter.admit(distinct) if key in self._withheld}
+        self._withheld.difference_update(due)
+        self._add_pending(due)
 
     def take(self, keys: Iterable[OffloadKey]) -> tuple[OffloadKey, ...]:
         """Return those of ``keys`` that are pending, admitted, and fit into the tier's budget; remove them."""
@@ -148,13 +167,53 @@ class StoreBacklog:
         else:
             for key in chain(taken, refused):
                 del pending[key]
+        if self.kept:  # what is taken is pinned by its job before anything can evict it
+            self._release(chain(taken, refused))
         return tuple(taken)
+
+    def keep_pending(self) -> None:
+        """Hold what is pending where the tier must get it; nothing while the tier is left out."""
+        tier = self.tier
+        can_write = tier.breaker.is_closed and not (tier.is_out_of_service or tier.is_purging)
+        if not self.must_write or can_write == self.is_keeping:
+            return
+        self.is_keeping = can_write
+        if can_write:
+            self._hold(self.pending)
+        else:
+            self._release(tuple(self.kept))
+
+    def on_unwritten(self, keys: Sequence[OffloadKey], why: TierDeparture) -> None:
+        """Handle blocks of the primary that the tier was given and has not got: they are pending again, or lost."""
+        if self.tier.is_purging:
+            return
+        lost = keys
+        if self.is_keeping and why is TierDeparture.JOB_FAILED:
+            counts = self._num_failed_writes
+            for key in keys:
+                counts[key] = counts.get(key, 0) + 1
+            lost = [key for key in keys if counts[key] >= MAX_WRITES]
+            self._add_pending({key: None for key in keys if counts[key] < MAX_WRITES})
+        for key in lost:
+            self._num_failed_writes.pop(key, None)
+        self.tier.losses.add(lost, why)
 
     def wanted(self, keys: Collection[OffloadKey]) -> Collection[OffloadKey]:
         """Return those of ``keys`` that the tier would be given if they were in the primary, in order. Pure."""
         if self.tier.is_out_of_service:
             return ()
         return self._likely(keys if self._filter is None else self._filter.admit(keys))
+
+    def forget(self, keys: Iterable[OffloadKey]) -> None:
+        """Forget blocks that the tier shall not get; they are not lost to it."""
+        keys = tuple(keys)
+        if self.kept:
+            self._release(keys)
+        for key in keys:
+            self.pending.pop(key, None)
+            self._num_failed_writes.pop(key, None)
+        self._refused.difference_update(keys)
+        self._withheld.difference_update(keys)
 
     def on_evicted(self, keys: Iterable[OffloadKey]) -> None:
         """Forget blocks that have left the primary; those that were pending are lost to the tier."""
@@ -172,7 +231,7 @@ class StoreBacklog:
                 lost.setdefault(TierDeparture.REUSE_FILTER, []).append(key)
             self._withheld.discard(key)
         tier = self.tier
-        tier.num_declined_cascades += len(lost.get(TierDeparture.DECLINED, ()))
+        tier.losses.add(lost.pop(TierDeparture.DECLINED, ()), TierDeparture.DECLINED)
         tier.num_refused_by_admission += len(lost.get(TierDeparture.ADMISSION, ()))
         for why, lost_keys in lost.items():
             tier.departed.add(lost_keys, why)
@@ -184,6 +243,8 @@ class StoreBacklog:
 
     def clear(self) -> None:
         """Forget everything, as a reset does."""
+        self._release(tuple(self.kept))
+        self._num_failed_writes.clear()
         self.pending.clear()
         self._withheld.clear()
         self._refused.clear()
@@ -197,6 +258,23 @@ class StoreBacklog:
     def stats(self) -> dict[str, float]:
         """Return gauges of blocks that the tier has not been given: those pending, and those refused so far."""
         return {"pending_blocks": float(len(self.pending)), "refused_blocks": float(len(self._refused))}
+
+    def _add_pending(self, keys: dict[OffloadKey, None]) -> None:
+        """Make blocks of the primary pending, and keep them there if the tier must get them."""
+        if self.is_keeping:
+            self._hold(keys)
+        self.pending.update(keys)
+
+    def _hold(self, keys: Iterable[OffloadKey]) -> None:
+        for key in keys:
+            if key not in self.kept:
+                self.kept.add(key)
+                self._holder.hold(key)
+
+    def _release(self, keys: Iterable[OffloadKey]) -> None:
+        released = self.kept.intersection(keys)
+        self.kept -= released
+        self._holder.release_each(released)
 
     def _likely(self, keys: Collection[OffloadKey]) -> Collection[OffloadKey]:
         """Return those of ``keys`` that the tier's admission lets through, in order; also those not estimated."""
@@ -241,7 +319,8 @@ class CascadePlanner:
         num_remembered = plan_num_remembered([tier.tier for tier in tiers])
         if num_remembered and (forecast is None or forecast.num_remembered_blocks < num_remembered):
             forecast = self._learner = primary.create_forecaster(num_remembered)
-        self._backlogs = [StoreBacklog(tier, forecast) for tier in tiers]
+        self._backlogs = [StoreBacklog(tier, primary.table, forecast) for tier in tiers]
+        self._by_tier = dict(zip(tiers, self._backlogs, strict=True))
         self.pending = tuple(backlog.pending for backlog in self._backlogs)
         self.is_learning = self._learner is not None
         self.counts_uses = any(backlog.counts_uses for backlog in self._backlogs)
@@ -281,17 +360,49 @@ class CascadePlanner:
             backlog.on_used(keys, req_context)
 
     def on_evicted(self, keys: Collection[OffloadKey]) -> None:
-        """Forget blocks that have left the primary."""
+        """Forget blocks that have left the primary; those that were pending are lost to their tiers."""
         for backlog in self._backlogs:
             backlog.on_evicted(keys)
 
+    def on_unwritten(self, tier: GuardedTier, keys: Sequence[OffloadKey], why: TierDeparture) -> None:
+        """Handle blocks that a tier was given and has not got; they are still pinned."""
+        self._by_tier[tier].on_unwritten(keys, why)
+
+    def forget(self, keys: Collection[OffloadKey]) -> None:
+        """Forget blocks that no tier shall get, because they were purged, are wrong, or their time is over."""
+        for backlog in self._backlogs:
+            backlog.forget(keys)
+
     def drop_pending(self, tier: GuardedTier, tenant: int | None = None) -> None:
         """Forget what a tier was still to get, or a tenant's part of it; it would be stored again after a purge."""
+        backlog = self._by_tier[tier]
+        if not backlog.is_write_back:
+            backlog.forget(
+                [key for key in backlog.pending if tenant is None or get_offload_tenant(key) == tenant]
+            )
+
+    def lose_pending(self) -> None:
+        """Count as lost what the tiers were still to get when the engine ends, write-back apart."""
         for backlog in self._backlogs:
-            if backlog.tier is tier and not backlog.is_write_back:
-                backlog.on_evicted(
-                    [key for key in backlog.pending if tenant is None or get_offload_tenant(key) == tenant]
-                )
+            if not backlog.is_write_back:
+                backlog.tier.losses.add(tuple(backlog.pending), TierDeparture.DECLINED)
+                backlog.forget(backlog.pending)
+
+    @property
+    def num_pending(self) -> int:
+        """Blocks that tiers are still to get, but for those that write-back keeps for their eviction."""
+        return sum(len(backlog.pending) for backlog in self._backlogs if not backlog.is_write_back)
+
+    def will_have_room(self) -> bool:
+        """Return whether host memory keeps blocks that it can evict when their tiers have them. Pure."""
+        return any(
+            backlog.kept or (backlog.is_keeping and backlog.tier.in_flight_store_bytes > 0)
+            for backlog in self._backlogs
+        )
+
+    def count_holds(self) -> dict[OffloadKey, int]:
+        """Return for how many tiers host memory keeps each block."""
+        return Counter(chain.from_iterable(backlog.kept for backlog in self._backlogs))
 
     def take(self, req_context: ReqContext, *, is_step_over: bool) -> list[PlannedCascade]:
         """Return what the tiers get now, and remove it from their backlogs.
@@ -302,6 +413,7 @@ class CascadePlanner:
         """
         planned = []
         for backlog in self._backlogs:
+            backlog.keep_pending()
             breaker = backlog.tier.breaker
             if not backlog.pending or not (breaker.is_closed or breaker.allows(req_context)):
                 continue
@@ -337,8 +449,7 @@ class CascadePlanner:
 
     def stats(self, tier: GuardedTier) -> dict[str, float]:
         """Return a tier's gauges of blocks that it has not been given."""
-        (backlog,) = (backlog for backlog in self._backlogs if backlog.tier is tier)
-        return backlog.stats()
+        return self._by_tier[tier].stats()
 
     def check(self) -> None:
         """Raise InvariantError when a tier waits for a block that is not in the primary."""
@@ -347,6 +458,9 @@ class CascadePlanner:
                 if not self._table.is_ready(key):
                     message = f"{key.hex()} is pending for {backlog.tier.name} but not in the primary"
                     raise InvariantError(message)
+            kept = backlog.pending.keys() if backlog.is_keeping else set()
+            if backlog.kept != kept:
+                raise InvariantError(f"{len(backlog.kept)} blocks are kept for {backlog.tier.name}, {len(kept)} wait")
 
     def _leaving(self, backlog: StoreBacklog) -> Iterable[OffloadKey]:
         """Return what would be evicted next, soonest first; of a policy that cannot say it, the oldest stores."""

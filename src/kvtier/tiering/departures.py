@@ -1,22 +1,35 @@
-"""Why a block that the tiering manager was asked for is missing.
+"""Why a block that the tiering manager was asked for is missing, and how many blocks were lost.
 
 Each tier has a memory of what it lost, refused or failed to deliver. The manager asks in one order, the most certain
 first: what is on its way, what this request could not get, a tier that is down, what a tier remembers, what host memory
 remembers, and a sibling namespace last.
+
+A block is lost to a tier when the tier was to get it and never will. What an operator or a setting keeps from a tier (a
+purge, an admission, a time to live) is not lost. Losses are counted in blocks and reported in the log.
 """
 
-from collections.abc import Callable
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from types import MappingProxyType
 
+from kvtier.base import OffloadKey
 from kvtier.departed import DepartedBlocks
 from kvtier.misses import Miss, MissCause, NotStored, not_stored
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_REMEMBERED_BLOCKS = 65_536
 """Blocks remembered of a tier that cannot say how many it holds, one megabyte."""
 
 MAX_NO_ROOM = 4096
 """Requests remembered for which host memory had no room. An engine ends its requests; beyond it none is added."""
+
+
+WARNING_PERIOD_S = 60.0
+"""Seconds from one warning of lost blocks to the next. More delays the news; less fills the log of a tier that is too
+slow for its engine."""
 
 
 class TierDeparture(IntEnum):
@@ -51,6 +64,120 @@ def make_departures(tier: str, capacity_blocks: int | None, clock: Callable[[], 
         Miss(MissCause.PURGED, tier),
     )
     return DepartedBlocks(capacity_blocks or DEFAULT_REMEMBERED_BLOCKS, clock, kinds)
+
+
+LOSSES = MappingProxyType(
+    {
+        TierDeparture.DECLINED: (
+            "{num} left host memory before tier {tier} had them: {remedy}",
+            "raise cpu_bytes_to_use or the tier's max_in_flight_store_bytes, or set its cascade to \"must_write\"",
+        ),
+        TierDeparture.JOB_FAILED: (
+            "tier {tier} failed to write {num}: {remedy}",
+            "the lines about this tier in the log name the error",
+        ),
+        TierDeparture.NO_ROOM: (
+            "tier {tier} had no room for {num}: {remedy}",
+            "give it more capacity, or free its disk",
+        ),
+    }
+)
+"""How a tier loses blocks, each with what to do about it."""
+
+LEFT_OUT_REMEDY = "it was left out, and the lines about it in the log name its failure"
+"""In place of the remedy of blocks that left before a tier had them, where host memory keeps blocks for the tier."""
+
+
+class TierLosses:
+    """The blocks that one tier was to get from host memory and never will.
+
+    Args:
+        tier: its type.
+        departed: its memory of why blocks are missing.
+        is_kept_for: whether host memory keeps blocks until the tier has them.
+
+    Attributes:
+        num_by_reason: how many blocks were lost; only grows.
+    """
+
+    def __init__(self, tier: str, departed: DepartedBlocks, *, is_kept_for: bool) -> None:
+        self.num_by_reason: Counter[TierDeparture] = Counter()
+        self._tier = tier
+        self._departed = departed
+        self._is_kept_for = is_kept_for
+
+    def add(self, keys: Sequence[OffloadKey], why: TierDeparture) -> None:
+        """Count ``keys`` as lost, and remember why."""
+        if keys:
+            self._departed.add(keys, why)
+            self.num_by_reason[why] += len(keys)
+
+    def describe(self, said: Mapping[TierDeparture, int]) -> list[str]:
+        """Return a sentence for each reason about the blocks that were lost beyond those in ``said``."""
+        sentences = []
+        for why, (text, remedy) in LOSSES.items():
+            num = self.num_by_reason[why] - said.get(why, 0)
+            if why is TierDeparture.DECLINED and self._is_kept_for:
+                remedy = LEFT_OUT_REMEDY
+            if num:
+                sentences.append(text.format(num=num, tier=repr(self._tier), remedy=remedy))
+        return sentences
+
+
+class LossReport:
+    """Reports lost blocks: in the log, at most once in WARNING_PERIOD_S, and to whoever drains the tiers.
+
+    Args:
+        tiers: the losses of each tier.
+        clock: seconds, monotonic.
+
+    Attributes:
+        num_without_room: blocks of ended requests for which host memory had no room; the manager adds to it.
+    """
+
+    def __init__(self, tiers: Sequence[TierLosses], clock: Callable[[], float]) -> None:
+        self.num_without_room = 0
+        self._tiers = tuple(tiers)
+        self._clock = clock
+        self._num_drained = 0
+        self._num_said = 0
+        self._said = [Counter(tier.num_by_reason) for tier in tiers]
+        self._said_without_room = 0
+        self._next_s = clock()
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks lost since the start."""
+        return self.num_without_room + sum(tier.num_by_reason.total() for tier in self._tiers)
+
+    def take_drained(self) -> int:
+        """Return how many blocks were lost since the last call."""
+        num_new, self._num_drained = self.num_blocks - self._num_drained, self.num_blocks
+        return num_new
+
+    def warn(self, *, is_last: bool = False) -> None:
+        """Log the losses since the last warning, if there are any and it is long enough ago, or this is the last."""
+        num_blocks = self.num_blocks
+        if num_blocks == self._num_said or not (is_last or self._clock() >= self._next_s):
+            return
+        sentences = [
+            sentence
+            for tier, said in zip(self._tiers, self._said, strict=True)
+            for sentence in tier.describe(said)
+        ]
+        num_without_room = self.num_without_room - self._said_without_room
+        if num_without_room:
+            sentences.append(f"host memory had no room for {num_without_room}: raise cpu_bytes_to_use")
+        num_new = num_blocks - self._num_said
+        logger.warning(
+            "%d computed blocks will not reach a tier, %d since the start: %s",
+            num_new,
+            num_blocks,
+            "; ".join(sentences),
+        )
+        self._num_said, self._said_without_room = num_blocks, self.num_without_room
+        self._said = [Counter(tier.num_by_reason) for tier in self._tiers]
+        self._next_s = self._clock() + WARNING_PERIOD_S
 
 
 def down(tier: str, reason: str) -> Miss:

@@ -20,6 +20,7 @@ from kvtier.misses import Miss, MissCause, MissExplainer
 from kvtier.tiering.announcements import Announcements
 from kvtier.tiering.base import (
     BackendPurger,
+    CascadeMode,
     DroppingTier,
     EvictionReporter,
     JobMetadata,
@@ -31,7 +32,7 @@ from kvtier.tiering.base import (
     find_purge_start,
 )
 from kvtier.tiering.breaker import MAX_WAITING_S, CircuitBreaker, LoadBackoff
-from kvtier.tiering.departures import TierDeparture, being_purged, down, make_departures
+from kvtier.tiering.departures import TierDeparture, TierLosses, being_purged, down, make_departures
 from kvtier.tiering.load_times import LoadTimes
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class GuardedTier:
         is_learning: whether note_request has an effect.
         uses_touch, uses_end_step, uses_requests: whether touch, end_step and request_finished have one.
         departed: the blocks that it lost, refused or failed to deliver.
+        losses: the blocks that it was to get and never will.
         announcements: which of its blocks routers know; None unless its settings ask for events.
         load_times: how fast it loads; None unless it is measured.
         max_in_flight_store_bytes: bytes of primary slots that its unfinished stores may hold.
@@ -122,7 +124,8 @@ class GuardedTier:
         if tier.settings.emit_events:
             log = EventLog(self.name, tier=event_name or self.name, locality=tier.locality)
             self.announcements = Announcements(log)
-        self.num_declined_cascades = 0
+        is_kept_for = tier.settings.cascade is CascadeMode.MUST_WRITE
+        self.losses = TierLosses(self.name, self.departed, is_kept_for=is_kept_for)
         self.num_refused_by_admission = 0
         self.num_promoted_blocks = 0
         self.num_lookups_left_out = 0
@@ -393,11 +396,7 @@ class GuardedTier:
     def stats(self) -> dict[str, float]:
         """Return the tier's own numbers and those of its guard."""
         own = self._call("stats", lambda: {name: float(v) for name, v in self.tier.stats().items()})
-        known = {}
-        if self.load_times is not None:
-            rate = self.load_times.present_rate()
-            known["load_bytes_per_s"] = rate.bytes_per_s if rate is not None else 0.0
-            known["load_latency_s"] = rate.latency_s if rate is not None else 0.0
+        known = {} if self.load_times is None else self.load_times.stats()
         if self.tier.capacity_blocks is not None:
             known["capacity_blocks"] = float(self.tier.capacity_blocks)
         return (
@@ -408,7 +407,8 @@ class GuardedTier:
                 "found": float(self.num_found),
                 "failed_promotion_jobs": float(self.num_failed_promotion_jobs),
                 "failed_cascade_jobs": float(self.num_failed_cascade_jobs),
-                "declined_cascades": float(self.num_declined_cascades),
+                "declined_cascades": float(self.losses.num_by_reason[TierDeparture.DECLINED]),
+                "lost_blocks": float(self.losses.num_by_reason.total()),
                 "refused_by_admission": float(self.num_refused_by_admission),
                 "promoted_blocks": float(self.num_promoted_blocks),
                 "lookups_left_out": float(self.num_lookups_left_out),

@@ -59,6 +59,14 @@ class LoadTimes:
         """How fast the tier loads, from loads that have ended; None before the first."""
         return self._meter.rate()
 
+    def stats(self) -> dict[str, float]:
+        """Return the present rate as gauges, 0 where there is none."""
+        rate = self.present_rate()
+        return {
+            "load_bytes_per_s": 0.0 if rate is None else rate.bytes_per_s,
+            "load_latency_s": 0.0 if rate is None else rate.latency_s,
+        }
+
     def present_rate(self) -> LinkRate | None:
         """Return the same, and change nothing. Thread: any."""
         return self._meter.present_rate()

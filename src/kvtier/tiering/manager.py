@@ -26,11 +26,12 @@ from kvtier.base import (
 from kvtier.config import DEFAULT_LOOKUP_DEADLINE_S, ModelIdentity
 from kvtier.histogram import HistogramSnapshot
 from kvtier.misses import HOST_ORIGIN, Miss, MissCause, MissExplainer
-from kvtier.operating import DroppedBlocks, PinnedBlocks, Purge
+from kvtier.operating import DrainResult, DroppedBlocks, PinnedBlocks, Purge
 from kvtier.tiering.admission import PassThroughAdmission
+from kvtier.tiering.announcements import make_event_names
 from kvtier.tiering.base import EPOCH_BYTES, SecondaryTierManager
 from kvtier.tiering.cascade import CascadePlanner, OwnWork
-from kvtier.tiering.departures import MAX_NO_ROOM
+from kvtier.tiering.departures import MAX_NO_ROOM, LossReport
 from kvtier.tiering.guard import GuardedTier
 from kvtier.tiering.locate import StepMoment, TierBlockLocator
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
@@ -107,7 +108,10 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         self._no_room: dict[ReqContext, tuple[OffloadKey, str]] = {}
         self._waiting = WaitingRequests(primary_tier.table, lookup_deadline_s)
         self._cascades = CascadePlanner(self._tiers, primary_tier, clock)
-        self._transfers = TierTransfers(primary_tier, self._tiers, self._cascades.on_evicted, clock)
+        self._losses = LossReport([tier.losses for tier in self._tiers], clock)
+        self._transfers = TierTransfers(
+            primary_tier, self._tiers, self._cascades.on_evicted, self._cascades.on_unwritten, clock
+        )
         self._purges = TierPurges(self._primary_manager, self._tiers, self._cascades, self._transfers)
         own_admission = self._primary_manager.admission
         self._admission = (
@@ -127,7 +131,7 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
         if self._primary_manager.lifetimes is not None:
-            self._cascades.on_evicted(self._primary_manager.expire_blocks())
+            self._cascades.forget(self._primary_manager.expire_blocks())
         self._primary_manager.note_request(chains, req_context)
         if self._cascades.is_learning:
             self._cascades.note_request(chains, req_context)
@@ -204,6 +208,14 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
             self._cascades.offer(finished, req_context)
         for cascade in self._cascades.take(req_context, is_step_over=False):
             self._transfers.cascade(cascade, req_context)
+
+    def will_have_room(self) -> bool:
+        return self._cascades.will_have_room()
+
+    def on_unstored(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        del req_context
+        if self._tiers:
+            self._losses.num_without_room += len(keys) - len(self._primary_manager.list_held(keys))
 
     def is_waiting(self, req_context: ReqContext) -> bool:
         if not self._is_polled:
@@ -286,9 +298,10 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         if self.leases.ends_s:
             self.leases.expire()
         if self._primary_manager.lifetimes is not None:
-            self._cascades.on_evicted(self._primary_manager.expire_blocks())
+            self._cascades.forget(self._primary_manager.expire_blocks())
         if self._purges.is_under_way:
             self._purges.advance()
+        self._losses.warn()
         self._waiting.found_this_step.clear()
         self._step += 1
         self._is_polled = False
@@ -343,15 +356,27 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
 
     def drop(self, keys: Collection[OffloadKey]) -> DroppedBlocks:
         """Forget ``keys`` in every tier; see ``DroppingManager``."""
-        self._cascades.on_evicted(self._primary_manager.drop_blocks(keys))
+        self._cascades.forget(keys)
+        self._primary_manager.drop_blocks(keys)
         unable = tuple(tier.name for tier in self._tiers if not tier.drop(keys))
         return DroppedBlocks(self._primary_manager.list_held(keys), unable)
 
-    def drain(self, timeout_s: float) -> bool:
-        """Block until the tiers have got and ended what is pending for them; False when ``timeout_s`` passed first.
+    def drain(self, timeout_s: float) -> DrainResult:
+        """Block until the tiers have got and ended what is pending for them, or ``timeout_s`` has passed.
 
-        Blocks that write-back keeps for their eviction stay where they are.
+        Blocks that write-back keeps for their eviction stay where they are. A tier that is left out gets nothing.
+
+        Returns:
+            Whether that has ended, and how many blocks were lost on the way to a tier since the last drain that ended.
         """
+        if not self._end_jobs(timeout_s):
+            return DrainResult(has_ended=False)
+        return DrainResult(
+            num_lost_blocks=self._losses.take_drained(), num_pending_blocks=self._cascades.num_pending
+        )
+
+    def _end_jobs(self, timeout_s: float) -> bool:
+        """Give the tiers what they can take until they need no more; False when ``timeout_s`` passed first."""
         end_s = self._clock() + timeout_s
         draining = ReqContext(OwnWork.DRAIN.value)
         while True:
@@ -392,9 +417,11 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         self._is_shut_down = True
         end_s = self._clock() + self._shutdown_timeout_s
         self._waiting.notify(self._transfers.cancel_promotions())
-        self.drain(self._shutdown_timeout_s)
+        self._end_jobs(self._shutdown_timeout_s)
         are_gone = [tier.shutdown(max(0.0, end_s - self._clock())) for tier in self._tiers]
         self._poll()
+        self._cascades.lose_pending()
+        self._losses.warn(is_last=True)
         for tier in self._tiers:
             if tier.announcements is not None:
                 tier.announcements.clear()
@@ -414,7 +441,8 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         """
         self.primary.check()
         leases = dict.fromkeys(self.leases.ends_s, 1)
-        self.primary.table.check_holds(dict(Counter(leases) + Counter(self._waiting.count_holds())))
+        holds = Counter(self._waiting.count_holds()) + Counter(self._cascades.count_holds())
+        self.primary.table.check_holds(dict(Counter(leases) + holds))
         self._transfers.check()
         self._cascades.check()
 
@@ -467,12 +495,3 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         if by_deadline and by_deadline[0].deadline_s <= self._now_s:
             for overdue in waiting.expire(self._now_s):
                 transfers.record_overdue(overdue, self._tiers)
-
-
-def make_event_names(tiers: Sequence[SecondaryTierManager]) -> list[str]:
-    """Return what events call each tier: its type, with its position where an earlier one has the same type. Pure."""
-    names: list[str] = []
-    for position, tier in enumerate(tiers):
-        name = tier.get_tier_type()
-        names.append(f"{name}.{position}" if name in names else name)
-    return names

@@ -111,7 +111,7 @@ class TierPurges:
 
     def _purge_host(self) -> None:
         keys: list[OffloadKey] = self._primary.purge_blocks(self._tenant)
-        self._cascades.on_evicted(keys)
+        self._cascades.forget(keys)
         counts = self._blocks.num_purged
         counts[HOST_ORIGIN] = counts.get(HOST_ORIGIN, 0) + len(keys)
         self._blocks.num_in_use[HOST_ORIGIN] = self._primary.count_held(self._tenant)

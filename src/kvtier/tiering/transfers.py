@@ -130,6 +130,7 @@ class TierTransfers:
         primary: the primary tier.
         tiers: the secondary ones.
         on_evicted: called with blocks that a promotion has evicted from the primary.
+        on_unwritten: called with a tier, blocks that it was given and has not got, and why; they are still pinned.
         clock: seconds, monotonic.
 
     Attributes:
@@ -145,11 +146,13 @@ class TierTransfers:
         primary: CPUPrimaryTierOffloadingManager,
         tiers: Iterable[GuardedTier],
         on_evicted: Callable[[Collection[OffloadKey]], None],
+        on_unwritten: Callable[[GuardedTier, Sequence[OffloadKey], TierDeparture], None],
         clock: Callable[[], float],
     ) -> None:
         self._manager = primary.manager
         self._table = primary.table
         self._on_evicted = on_evicted
+        self._on_unwritten = on_unwritten
         self._clock = clock
         self.jobs = TierJobs(tiers)
         self.planned: dict[tuple[GuardedTier, ReqContext], PlannedPromotion] = {}
@@ -235,6 +238,8 @@ class TierTransfers:
                 # The tier is gone for good: no thread of it writes any more, and its slots are given back.
                 for job in list(jobs.values()):
                     self.jobs.close(job.metadata.job_id, tier)
+                    if not (job.is_stale or job.metadata.is_promotion):
+                        self._on_unwritten(tier, job.metadata.keys, TierDeparture.JOB_FAILED)
                     self._release(job, (), ended)
         return ended
 
@@ -293,9 +298,9 @@ class TierTransfers:
             return ended
         self.jobs.close(job.metadata.job_id, tier)
         is_declined = submission is Submission.DECLINED
-        if is_declined and not is_promotion:
-            tier.num_declined_cascades += len(keys)
-            tier.departed.add(keys, TierDeparture.DECLINED)
+        if not is_promotion:
+            why = TierDeparture.DECLINED if is_declined else TierDeparture.JOB_FAILED
+            self._on_unwritten(tier, keys, why)
         self._release(job, (), ended, is_tried=not is_declined)
         return ended
 
@@ -316,8 +321,17 @@ class TierTransfers:
         elif tier.breaker.has_failures:
             tier.breaker.record_success(metadata.req_context)
         if len(arrived) < len(keys) and not job.is_stale:
-            remember_left_out(job, arrived, result)
+            self._report_left_out(job, left_out(keys, arrived), result)
         self._release(job, arrived, ended)
+
+    def _report_left_out(self, job: TierJob, keys: Sequence[OffloadKey], result: JobResult) -> None:
+        """Record which blocks of a reported job did not arrive, and why."""
+        if job.metadata.is_promotion:
+            why = TierDeparture.LOAD_FAILED if result.is_fault else TierDeparture.EVICTED
+            job.tier.departed.add(keys, why)
+        else:
+            why = TierDeparture.JOB_FAILED if result.is_fault else TierDeparture.NO_ROOM
+            self._on_unwritten(job.tier, keys, why)
 
     def _release(
         self, job: TierJob, arrived: Sequence[OffloadKey], ended: EndedPromotions, *, is_tried: bool = True
@@ -356,15 +370,6 @@ class TierTransfers:
             self.num_failed_promotions += len(failed)
             for key in failed if is_tried else ():
                 tier.backoff.record_failure(key)
-
-
-def remember_left_out(job: TierJob, arrived: Sequence[OffloadKey], result: JobResult) -> None:
-    """Let the tier's memory know which blocks of a reported job did not arrive, and why."""
-    if job.metadata.is_promotion:
-        why = TierDeparture.LOAD_FAILED if result.is_fault else TierDeparture.EVICTED
-    else:
-        why = TierDeparture.JOB_FAILED if result.is_fault else TierDeparture.NO_ROOM
-    job.tier.departed.add(left_out(job.metadata.keys, arrived), why)
 
 
 def report_to_routers(

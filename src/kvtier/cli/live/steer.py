@@ -145,12 +145,26 @@ def drain(
     timeout_s: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_json: JsonOption = False,
 ) -> None:
-    """Wait until the tiers have what is pending for them; blocks that write-back keeps stay where they are.
+    """Wait until the tiers have what is pending for them; the exit status is 1 when blocks were lost or still wait.
+
+    Blocks that write-back keeps for their eviction stay where they are.
 
     Raises:
         ControlError: the engine cannot be reached, made no step in time, or its tiers have not ended in time.
     """
-    _report(_send("drain", instance_id, timeout_s), "the tiers have what was pending", as_json=as_json)
+    reply = _send("drain", instance_id, timeout_s)
+    num_lost, num_pending = reply.get("num_lost_blocks", 0), reply.get("num_pending_blocks", 0)
+    sentences = []
+    if num_lost:
+        sentences.append(
+            f"{num_lost} blocks were lost on their way to a tier since the last drain: the engine's log has a WARNING "
+            "with the reason and what to do"
+        )
+    if num_pending:
+        sentences.append(f"{num_pending} blocks wait for a tier that is left out: the log names its failure")
+    _report(reply, "; ".join(sentences) or "the tiers have what was pending", as_json=as_json)
+    if sentences:
+        raise typer.Exit(1)
 
 
 def purge_living(

@@ -7,7 +7,6 @@ stores are not done, because their bytes do not exist.
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol, runtime_checkable
 
 from kvtier.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, TransferJobId
 from kvtier.connector.common import OffloadingConnectorMetadata, OffloadingWorkerMetadata
@@ -21,19 +20,12 @@ from kvtier.histogram import HistogramSnapshot
 from kvtier.observe.control import open_control
 from kvtier.observe.control_commands import PromptHasher
 from kvtier.observe.spans import RequestSpans
+from kvtier.operating import DrainingManager, DrainResult
 from kvtier.recording.recorder import open_recorder
 
 POLL_INTERVAL_S = 0.0002
 """Pause between two steps that wait for a tier. A longer one delays the first token by as much; a shorter one takes the
 interpreter from the threads that do the work."""
-
-
-@runtime_checkable
-class DrainingManager(Protocol):
-    """A manager with secondary tiers, which may have work after every store has ended."""
-
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until the tiers have no work; False when ``timeout_s`` passed first."""
 
 
 class ConnectorDriver:
@@ -177,6 +169,17 @@ class ConnectorDriver:
         if self._scheduler.load_or_compute is not None:
             self._scheduler.load_or_compute.report_prefill(num_tokens, time_s)
 
+    def wait_for_room(self, request: Request, plan: StepOutput) -> None:
+        """Store the rest of a computed request as host memory gets room, where it keeps blocks for tiers.
+
+        Args:
+            request: every token of it is computed.
+            plan: a step that computes nothing of it.
+        """
+        while self._scheduler.has_unstored(request.request_id) and self.manager.will_have_room():
+            self.step(plan)
+            self._pause(POLL_INTERVAL_S)
+
     def finish(self, request: Request) -> None:
         """End the request; a step without tokens starts its last stores, and does not wait for them."""
         with DeferredInterrupt():
@@ -187,8 +190,8 @@ class ConnectorDriver:
                 records = self._scheduler.records
                 self._spans.export(records.latest, records.num_requests)
 
-    def drain(self, timeout_s: float) -> bool:
-        """Step until every store has ended and no tier has work; False when ``timeout_s`` passed first."""
+    def drain(self, timeout_s: float) -> DrainResult:
+        """Step until every store has ended and no tier has work, or ``timeout_s`` has passed."""
         end_s = self._clock() + timeout_s
         control = self._scheduler.control
         if control is not None and control.is_wanted:
@@ -197,9 +200,9 @@ class ConnectorDriver:
             self.step(StepOutput())
             self._pause(POLL_INTERVAL_S)
         if self._open_jobs:
-            return False
+            return DrainResult(has_ended=False)
         left_s = max(0.0, end_s - self._clock())
-        return not isinstance(self.manager, DrainingManager) or self.manager.drain(left_s)
+        return self.manager.drain(left_s) if isinstance(self.manager, DrainingManager) else DrainResult()
 
     def reset(self) -> None:
         """Forget every block in every tier; the caller resets the device pool."""

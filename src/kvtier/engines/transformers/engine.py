@@ -37,6 +37,7 @@ from kvtier.errors import ModelError
 from kvtier.factory import OffloadingSpecFactory
 from kvtier.histogram import HistogramSnapshot
 from kvtier.observe.prometheus import open_metrics
+from kvtier.operating import DrainResult
 
 logger = logging.getLogger(__name__)
 
@@ -224,10 +225,15 @@ class KVTierEngine:
         """Return histograms of sizes and durations by dotted name. Thread: any."""
         return {} if self._driver is None else self._driver.histograms()
 
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until every store has reached host memory and the tiers; False when ``timeout_s`` passed."""
+    def drain(self, timeout_s: float) -> DrainResult:
+        """Wait until every store has reached host memory and the tiers, or ``timeout_s`` has passed.
+
+        Returns:
+            True when every block is where it should be; false when time ran out, or a block was lost on its way to a
+            tier since the last drain that ended. Its fields say how many.
+        """
         self._server.require_idle()
-        return self._driver is None or self._driver.drain(timeout_s)
+        return DrainResult() if self._driver is None else self._driver.drain(timeout_s)
 
     def shutdown(self, timeout_s: float = DEFAULT_SHUTDOWN_S) -> None:
         """Drain for at most ``timeout_s``, then end every thread and free the memory; idempotent.

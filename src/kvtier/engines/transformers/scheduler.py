@@ -136,6 +136,11 @@ class RequestScheduler:
         if self._driver is not None:
             self._driver.report_prefill(num_tokens, time_s)
 
+    def store_rest(self, request: Request) -> None:
+        """Wait for room in host memory for blocks of the computed request, where a tier must get every block."""
+        if self._driver is not None and request.is_known:
+            self._driver.wait_for_room(request, plan_step(request, 0, ()))
+
     def finish(self, request: Request) -> None:
         """End the request, complete or not: its blocks are freed even after an error, its stores go on."""
         with DeferredInterrupt():

@@ -308,6 +308,8 @@ class RequestServer:
             request.started_s = self._clock()
             self._active = request
             yield
+            if self._active is request:
+                self._scheduler.store_rest(request)
         finally:
             self._end(request)
 

@@ -18,6 +18,7 @@ from kvtier.base import BlockIds, JobId, OffloadKey, ReqContext
 from kvtier.errors import TierError
 from kvtier.hints.envelope import add_envelope
 from kvtier.tiering.base import JobMetadata, JobResult
+from kvtier.tiering.departures import TierDeparture
 from kvtier.tiering.guard import GuardedTier, Submission
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class StockJobs:
         keys = tuple(job.keys)
         is_usable = is_wanted and guard.breaker.allows(context)
         num_fitting = min(len(keys), guard.num_storable_rows()) if is_usable else 0
-        guard.num_declined_cascades += len(keys) - num_fitting
+        guard.losses.add(keys[num_fitting:], TierDeparture.DECLINED)
         if num_fitting == 0:
             self._reports.append(StockJobResult(job.job_id, success=not keys))
             return
