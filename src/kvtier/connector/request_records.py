@@ -203,7 +203,7 @@ class RequestRecords:
             idx, block_tokens = layout.idx, layout.block_tokens
             keys, end = state.keys[idx], num_tokens // block_tokens
             allowed = end if limit is None else min(end, limit // block_tokens)
-            if stores.batch_blocks is not None:
+            if stores.batch_blocks is not None and not state.blocks.is_stale:
                 unstored = keys[stores.next_blocks[idx] : allowed]
                 self._remember(unstored, NotStored.NO_ROOM)
                 self._manager.on_unstored(unstored, state.context)
