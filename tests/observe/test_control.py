@@ -29,6 +29,8 @@ from kvtier.observe.control_wire import encode
 
 PROMPT = list(range(17))
 
+DRAINED = {"ok": True, "num_lost_blocks": 0, "num_pending_blocks": 0}
+
 
 def answer_once(listener: socket.socket, reply: dict[str, object]) -> None:
     listener.settimeout(GUARD_S)
@@ -86,7 +88,7 @@ def test_a_command_wakes_an_idle_engine_that_can_be_woken(make_controlled: MakeC
         engine.step()
         time.sleep(0)
 
-    assert client.join() == {"ok": True}
+    assert client.join() == DRAINED
 
 
 def test_numbers_do_not_wake_an_idle_engine(make_controlled: MakeControlled) -> None:
@@ -140,7 +142,7 @@ def test_drain_waits_for_open_stores(make_controlled: MakeControlled) -> None:
         engine.step()
         time.sleep(0)
 
-    assert client.join() == {"ok": True}
+    assert client.join() == DRAINED
 
 
 def test_an_unknown_command_names_the_nearest(make_controlled: MakeControlled) -> None:

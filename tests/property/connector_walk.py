@@ -35,6 +35,7 @@ CHOOSY = [
     TierSettings(admission=DEMANDING, cascade=CascadeMode.ON_EVICT),
     TierSettings(admission=DEMANDING, cascade=CascadeMode.ON_EVICT, store_threshold=2, fill=True),
     TierSettings(store_threshold=2, fill=True),
+    TierSettings(cascade=CascadeMode.MUST_WRITE),
     TierSettings(),
 ]
 POLICIES = ["lru", "hazard", "hazard", LRU_PARKING, ARC_PARKING]

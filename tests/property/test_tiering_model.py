@@ -78,6 +78,7 @@ DEMANDING = TierAdmission(min_reuse_probability=0.7, horizon_s=10.0)
 FIRST_TIERS = (
     TierSettings(),
     TierSettings(cascade=CascadeMode.ON_EVICT),
+    TierSettings(cascade=CascadeMode.MUST_WRITE),
     TierSettings(store_threshold=2),
     TierSettings(fill=True),
     TierSettings(cascade=CascadeMode.ON_EVICT, store_threshold=2, fill=True),
@@ -441,7 +442,7 @@ class TieringModel(StateRules):
 def wants_everything(settings: TierSettings) -> bool:
     """Return whether a tier with these settings gets each block as soon as it is stored."""
     is_choosy = settings.store_threshold > 0 or settings.admission is not None
-    return settings.cascade is CascadeMode.ON_STORE and not is_choosy
+    return settings.cascade is not CascadeMode.ON_EVICT and not is_choosy
 
 
 TestTieringModel = TieringModel.TestCase

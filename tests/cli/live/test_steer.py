@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 from tests.observe.controlled import GUARD_S, Engine
+from tests.tiering.drivers import make_faulty_driver
 
 from kvtier.cli.live.steer import purge_living, read_token_ids
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.errors import ConfigError
 from kvtier.observe.control_client import EngineConnection
+from kvtier.tiering.base import FAILURES_TO_OPEN
 
 PROMPT = list(range(17))
 
@@ -94,6 +96,40 @@ def test_a_prefetch_says_how_much_there_is(engine: Engine, tokens: str, tmp_path
 def test_a_drain_ends(engine: Engine, run: Run) -> None:
     with stepping(engine):
         assert run("drain")[:2] == (0, "serving: the tiers have what was pending\n")
+
+
+def test_a_drain_says_what_was_lost_and_its_exit_status_is_1_until_the_next(runtime: Path, run: Run) -> None:
+    driver, tier = make_faulty_driver(8)
+    tier.faults.refuse_ratio = 1.0
+    running = Engine(runtime, "serving", driver.manager)
+    running.store("a", PROMPT)
+    with stepping(running):
+        status, out, _ = run("drain")
+        assert status == 1
+        assert out.startswith("serving: 4 blocks were lost on their way to a tier since the last drain: ")
+        assert "WARNING" in out
+        status, out, _ = run("drain", "--json")
+        assert (status, json.loads(out)) == (
+            0,
+            {"id": "serving", "num_lost_blocks": 0, "num_pending_blocks": 0},
+        )
+    running.close()
+
+
+def test_a_drain_says_what_waits_for_a_tier_that_is_left_out(runtime: Path, run: Run) -> None:
+    driver, tier = make_faulty_driver(16)
+    tier.faults.refuse_ratio = 1.0
+    running = Engine(runtime, "serving", driver.manager)
+    for number in range(FAILURES_TO_OPEN):
+        running.store(str(number), [number] * 4)
+    running.store("a", PROMPT[5:])
+    with stepping(running):
+        status, out, _ = run("drain")
+        assert status == 1
+        assert "5 blocks were lost" in out
+        assert "3 blocks wait for a tier that is left out" in out
+        assert run("drain")[0] == 1
+    running.close()
 
 
 def test_an_idle_engine_is_said_to_be_idle(engine: Engine, tokens: str, run: Run) -> None:
