@@ -472,8 +472,9 @@ class World:
             job_timeout_s=rng.choice([5.0, 30.0]),
             max_in_flight_store_bytes=rng.choice([None, 1, 4096]),
         )
-        if rng.random() < 0.3:
-            settings = replace(settings, cascade=CascadeMode.ON_EVICT)
+        if rng.random() < 0.4:
+            modes = (CascadeMode.ON_EVICT, CascadeMode.MUST_WRITE)
+            settings = replace(settings, cascade=rng.choice(modes))
         if rng.random() < 0.2:
             settings = replace(settings, fill=True)
         if rng.random() < 0.2:
