@@ -251,13 +251,6 @@ class OffloadingManager(ABC):
     ) -> None:
         """Make the in-flight ones of ``keys`` ready, or drop them when the store failed."""
 
-    def will_have_room(self) -> bool:
-        """Return True when a store that had no room may have it in a later step, although no request ends."""
-        return False
-
-    def on_unstored(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Handle that ``keys`` of a request that has ended had no room, and are not offered again."""
-
     def is_waiting(self, req_context: ReqContext) -> bool:
         """Return True when a lookup for this request returned None and another one now would return the same.
 

@@ -3,11 +3,11 @@
 They are called on the manager's thread, between two steps, and do not block.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from kvtier.base import OffloadKey
+from kvtier.base import OffloadKey, ReqContext
 
 
 class PinnedBlocks(NamedTuple):
@@ -89,10 +89,19 @@ class DrainResult:
 
 @runtime_checkable
 class DrainingManager(Protocol):
-    """A manager with secondary tiers, which may have work after every store has ended."""
+    """A manager with secondary tiers, which may have work after every store has ended, and which counts what is lost.
+
+    Called by the connector and the engine, not only for operators.
+    """
 
     def drain(self, timeout_s: float) -> DrainResult:
         """Wait until the tiers have got and ended what is pending for them, or ``timeout_s`` has passed."""
+
+    def will_have_room(self) -> bool:
+        """Return True when a store that had no room may have it in a later step, although no request ends."""
+
+    def on_unstored(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        """Handle that ``keys`` of a request that has ended had no room, and are not offered again."""
 
 
 @runtime_checkable

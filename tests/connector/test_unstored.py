@@ -1,8 +1,16 @@
-"""Blocks for which host memory has no room are offered again while their request lives, and counted when it has ended."""
+"""Blocks for which host memory has no room are offered again while their request lives, then counted."""
 
 from dataclasses import replace
 
-from tests.connector.fakes import FakeNewRequest, FakeRequest, FakeSpec, FakeStep, keys_of, make_config, report_jobs
+from tests.connector.fakes import (
+    FakeNewRequest,
+    FakeRequest,
+    FakeSpec,
+    FakeStep,
+    keys_of,
+    make_config,
+    report_jobs,
+)
 from tests.tiering.drivers import ALWAYS, ROOMY, make_faulty_driver
 
 from kvtier.base import ReqContext
@@ -24,7 +32,9 @@ class Bench:
     def __init__(self) -> None:
         self.driver, self.tier = make_faulty_driver(NUM_SLOTS, MUST_WRITE)
         self.manager = self.driver.manager
-        self.half = OffloadingConnectorScheduler(FakeSpec(make_config(), self.manager), clock=self.driver.clock)
+        self.half = OffloadingConnectorScheduler(
+            FakeSpec(make_config(), self.manager), clock=self.driver.clock
+        )
 
     def begin(self, request: FakeRequest) -> None:
         """Compute the whole prompt and the first token of the answer in one step."""

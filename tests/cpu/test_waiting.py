@@ -6,8 +6,8 @@ from collections.abc import Collection
 import pytest
 
 from kvtier.base import OffloadKey, ReqContext
-from kvtier.testing.tier_suite import key_of
 from kvtier.cpu.waiting import MAX_REMEMBERED, Waiter, WaitingRequests
+from kvtier.testing.tier_suite import key_of
 
 DEADLINE_S = 5.0
 

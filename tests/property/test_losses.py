@@ -19,7 +19,14 @@ NUM_SLOTS = 6
 RECOVERY_S = 120.0
 """Longer than any pause of a breaker."""
 
-FAULT_NAMES = ("refuse_ratio", "fail_ratio", "delay_ratio", "repeat_ratio", "unknown_ratio", "lookup_none_ratio")
+FAULT_NAMES = (
+    "refuse_ratio",
+    "fail_ratio",
+    "delay_ratio",
+    "repeat_ratio",
+    "unknown_ratio",
+    "lookup_none_ratio",
+)
 
 
 class LossModel(RuleBasedStateMachine):
@@ -129,7 +136,9 @@ class LossModel(RuleBasedStateMachine):
             for position, mode in enumerate(self.modes):
                 num_found = len(self.keys_in(position))
                 num_waiting = self.of_tier(position, "pending_blocks")
-                assert num_found + num_waiting + self.of_tier(position, "lost_blocks") == len(self.stored), mode
+                assert num_found + num_waiting + self.of_tier(position, "lost_blocks") == len(self.stored), (
+                    mode
+                )
 
     @rule()
     def find_room(self) -> None:

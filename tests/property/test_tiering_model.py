@@ -1,8 +1,7 @@
 """Random operations on the tiering manager, with real bytes and failing tiers, never break its laws.
 
 Blocks have the bytes that their key and the number of resets stand for. After every operation the invariants are
-checked; every load compares bytes, and again when it ends; at the end every request must have an answer, every
-job its report, and every slot must be free to take.
+checked; every load compares bytes, and again when it ends; at the end each request has an answer and each slot is free.
 """
 
 import random

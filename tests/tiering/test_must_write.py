@@ -1,5 +1,4 @@
-"""Host memory keeps what a tier must get until the tier has it; a tier that fails keeps nothing and loses nothing
-silently."""
+"""Host memory keeps what a tier must get until the tier has it; what a failing tier loses is counted."""
 
 import random
 from collections.abc import Callable

@@ -8,10 +8,10 @@ from kvtier.testing.faults import Faults, FaultyTier
 from kvtier.testing.indexer import BlockIndexer
 from kvtier.testing.tier_suite import key_of, make_config
 from kvtier.testing.tiering_driver import TieringDriver
+from kvtier.tiering.announcements import make_event_names
 from kvtier.tiering.base import FAILURES_TO_OPEN, JobMetadata, JobResult, SecondaryTierManager, TierSettings
 from kvtier.tiering.breaker import OPEN_S
 from kvtier.tiering.example import ExampleSecondaryTier
-from kvtier.tiering.announcements import make_event_names
 
 TELLING = TierSettings(max_in_flight_store_bytes=2**30, emit_events=True)
 

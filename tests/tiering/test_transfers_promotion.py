@@ -21,7 +21,9 @@ class Transfers:
             GuardedTier(ExampleSecondaryTier(make_config(), view), 2**20, ROW_BYTES, clock) for _ in "ab"
         )
         self.evicted: list[OffloadKey] = []
-        self.transfers = TierTransfers(self.primary, [self.near, self.far], self.evicted.extend, lambda *_: None, clock)
+        self.transfers = TierTransfers(
+            self.primary, [self.near, self.far], self.evicted.extend, lambda *_: None, clock
+        )
 
     def plan(self, tier: GuardedTier, req_context: ReqContext, number: int) -> bool:
         """Plan to load one block."""

@@ -41,6 +41,7 @@ from kvtier.misses import (
     RequestRecord,
     not_stored,
 )
+from kvtier.operating import DrainingManager
 
 MAX_RECORDS = 1000
 """Requests whose records are kept, some 600 bytes each. More take longer to read through a control socket."""
@@ -97,7 +98,7 @@ class RequestRecords:
     ) -> None:
         self._layouts = layouts
         self._groups = split_by_need(layouts)
-        self._manager = manager
+        self._draining = manager if isinstance(manager, DrainingManager) else None
         self._explainer = manager if isinstance(manager, MissExplainer) else None
         self._clock = clock
         self._wall_clock = wall_clock
@@ -206,7 +207,8 @@ class RequestRecords:
             if stores.batch_blocks is not None and not state.blocks.is_stale:
                 unstored = keys[stores.next_blocks[idx] : allowed]
                 self._remember(unstored, NotStored.NO_ROOM)
-                self._manager.on_unstored(unstored, state.context)
+                if self._draining is not None:
+                    self._draining.on_unstored(unstored, state.context)
             if limit is not None:
                 self._remember(keys[allowed:end], _reason_of_limit(state, limit))
 

@@ -317,7 +317,7 @@ class OffloadingConnectorScheduler:
         return [one for event in self.manager.take_events() for one in make_block_events(event)]
 
     def has_open_stores(self) -> bool:
-        """Return whether a worker has to report a store: steps, also empty ones, end it. What tiers write is no store."""
+        """Return whether a worker has to report a store: steps, also empty ones, end it. Tiers write without steps."""
         return self._jobs.num_stores > 0
 
     def has_unstored(self, req_id: str) -> bool:

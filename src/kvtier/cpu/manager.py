@@ -26,6 +26,7 @@ from kvtier.cpu.block_table import BlockTable
 from kvtier.cpu.common import CPULoadStoreSpec, EventLog
 from kvtier.cpu.lifetimes import BlockLifetimes
 from kvtier.cpu.pin_leases import PinLeases
+from kvtier.cpu.policies.base import BlockStatus
 from kvtier.cpu.policies.learning import AdmissionControl, RequestLearner, ReuseForecast, make_arrived
 from kvtier.cpu.policies.registry import create_cache_policy
 from kvtier.cpu.reuse_filter import ReuseFilter
@@ -144,17 +145,7 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         answer = self.find(key, req_context)
-        return self._wait_for(key, req_context) if answer is None else answer
-
-    def _wait_for(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """Let a request wait for the store of ``key``; False when it has waited up to its deadline."""
-        waiting, now_s = self._waiting, self._clock()
-        waiting.expire(now_s)
-        waiter = waiting.by_request.get(req_context)
-        if waiter is not None and waiter.is_expired:
-            return False
-        waiting.wait_for(key, req_context, now_s, 0, has_slot=False)
-        return None
+        return self._waiting.answer_in_flight(key, req_context, self._clock()) if answer is None else answer
 
     def find(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """Return what lookup does, with None without an end: for a caller that has a deadline of its own."""
@@ -194,14 +185,14 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         """Do what prepare_store does, with ``admission`` in place of the policy's."""
         admitted = keys if self._filter is None else self._filter.admit(keys)
         if len(admitted) < len(keys):
-            self._remember_refused(keys, admitted, HostDeparture.REUSE_FILTER)
+            self.departed.add(list_absent(self._get_block, keys, admitted), HostDeparture.REUSE_FILTER)
         if admission is not None:
             offered = admitted
             admitted = admission.admit(offered, req_context.req_id)
             if len(admitted) < len(offered):
                 if self.leases.ends_s:
                     admitted = self.leases.add_leased(admitted, offered)
-                self._remember_refused(offered, admitted, HostDeparture.ADMISSION)
+                self.departed.add(list_absent(self._get_block, offered, admitted), HostDeparture.ADMISSION)
         protected = () if admitted is keys else frozenset(keys)
         output = self.reserve(admitted, protected)
         if output is not None and self._filter is not None:
@@ -472,8 +463,12 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         if self.tenant_blocks is not None:
             self.tenant_blocks.check(held)
 
-    def _remember_refused(
-        self, keys: Collection[OffloadKey], admitted: Collection[OffloadKey], why: HostDeparture
-    ) -> None:
-        held = frozenset(admitted)
-        self.departed.add([key for key in keys if key not in held and self._get_block(key) is None], why)
+
+def list_absent(
+    get_block: Callable[[OffloadKey], BlockStatus | None],
+    keys: Collection[OffloadKey],
+    admitted: Collection[OffloadKey],
+) -> list[OffloadKey]:
+    """Return those of ``keys`` that were not admitted and are not held. Pure."""
+    kept = frozenset(admitted)
+    return [key for key in keys if key not in kept and get_block(key) is None]

@@ -145,6 +145,18 @@ class WaitingRequests:
         if not waiter.has_changed:
             self.unchanged.add(req_context)
 
+    def answer_in_flight(self, key: OffloadKey, req_context: ReqContext, now_s: float) -> bool | None:
+        """Return None, and let the request wait for ``key``, up to its deadline; then False. It holds nothing.
+
+        For a manager whose every search starts anew, and that has no other use of the waits.
+        """
+        self.expire(now_s)
+        waiter = self.by_request.get(req_context)
+        if waiter is not None and waiter.is_expired:
+            return False
+        self.wait_for(key, req_context, now_s, 0, has_slot=False)
+        return None
+
     def notify(self, keys: Iterable[OffloadKey], promoted_from: str | None = None) -> None:
         """Wake the requests that wait for one of ``keys``, which have changed.
 

@@ -95,7 +95,7 @@ class TierSettings:
             choice(CascadeMode),
             'durable and shared at once; `"on_evict"` writes blocks shortly before host memory evicts them: fewer '
             "writes, but blocks that are only in host memory are lost with the engine; "
-            '`"must_write"` keeps blocks in host memory [until the tier has them](tiers.md#a-cache-that-must-be-complete)',
+            '`"must_write"` keeps blocks in host memory [until the tier has them](tiers.md#prompt-caches)',
         ),
     )
     store_threshold: int = field(

@@ -46,8 +46,8 @@ none; more serve longer horizons."""
 
 
 MAX_WRITES = 3
-"""How often a block is given to a tier that must get it. Fewer give up on an error that passes; more repeat one that
-does not, while the block takes room in host memory."""
+"""How often a block is given to a tier that must get it. Fewer lose blocks to an error that passes; more repeat one
+that does not, while the block takes room in host memory."""
 
 
 class OwnWork(Enum):
@@ -460,7 +460,9 @@ class CascadePlanner:
                     raise InvariantError(message)
             kept = backlog.pending.keys() if backlog.is_keeping else set()
             if backlog.kept != kept:
-                raise InvariantError(f"{len(backlog.kept)} blocks are kept for {backlog.tier.name}, {len(kept)} wait")
+                raise InvariantError(
+                    f"{len(backlog.kept)} blocks are kept for {backlog.tier.name}, {len(kept)} wait"
+                )
 
     def _leaving(self, backlog: StoreBacklog) -> Iterable[OffloadKey]:
         """Return what would be evicted next, soonest first; of a policy that cannot say it, the oldest stores."""

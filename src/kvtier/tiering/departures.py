@@ -28,7 +28,7 @@ MAX_NO_ROOM = 4096
 
 
 WARNING_PERIOD_S = 60.0
-"""Seconds from one warning of lost blocks to the next. More delays the news; less fills the log of a tier that is too
+"""Seconds from one warning of lost blocks to the next. More delays the warning; less fills the log where a tier is too
 slow for its engine."""
 
 
@@ -70,7 +70,7 @@ LOSSES = MappingProxyType(
     {
         TierDeparture.DECLINED: (
             "{num} left host memory before tier {tier} had them: {remedy}",
-            "raise cpu_bytes_to_use or the tier's max_in_flight_store_bytes, or set its cascade to \"must_write\"",
+            'raise cpu_bytes_to_use or the tier\'s max_in_flight_store_bytes, or set its cascade to "must_write"',
         ),
         TierDeparture.JOB_FAILED: (
             "tier {tier} failed to write {num}: {remedy}",
@@ -115,17 +115,17 @@ class TierLosses:
     def describe(self, said: Mapping[TierDeparture, int]) -> list[str]:
         """Return a sentence for each reason about the blocks that were lost beyond those in ``said``."""
         sentences = []
-        for why, (text, remedy) in LOSSES.items():
+        for why, (text, usual_remedy) in LOSSES.items():
             num = self.num_by_reason[why] - said.get(why, 0)
-            if why is TierDeparture.DECLINED and self._is_kept_for:
-                remedy = LEFT_OUT_REMEDY
+            is_left_out = why is TierDeparture.DECLINED and self._is_kept_for
+            remedy = LEFT_OUT_REMEDY if is_left_out else usual_remedy
             if num:
                 sentences.append(text.format(num=num, tier=repr(self._tier), remedy=remedy))
         return sentences
 
 
 class LossReport:
-    """Reports lost blocks: in the log, at most once in WARNING_PERIOD_S, and to whoever drains the tiers.
+    """Reports lost blocks: in the log, at most once in WARNING_PERIOD_S, and to the caller of a drain.
 
     Args:
         tiers: the losses of each tier.

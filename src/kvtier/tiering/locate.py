@@ -10,11 +10,11 @@ from itertools import islice
 from typing import NamedTuple
 
 from kvtier.base import OffloadKey, ReqContext
+from kvtier.cpu.waiting import WaitingRequests
 from kvtier.locations import IN_HOST, BlockLocator, BlockPlace, LocatedRun, TierLoad
 from kvtier.tiering.guard import GuardedTier
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 from kvtier.tiering.transfers import TierTransfers
-from kvtier.cpu.waiting import WaitingRequests
 
 PROBE = ReqContext("probe")
 """The request of loads that only measure a tier; no engine knows it."""

@@ -24,6 +24,7 @@ from kvtier.base import (
     ReqContext,
 )
 from kvtier.config import DEFAULT_LOOKUP_DEADLINE_S, ModelIdentity
+from kvtier.cpu.waiting import Waiter, WaitingRequests
 from kvtier.histogram import HistogramSnapshot
 from kvtier.misses import HOST_ORIGIN, Miss, MissCause, MissExplainer
 from kvtier.operating import DrainResult, DroppedBlocks, PinnedBlocks, Purge
@@ -37,7 +38,6 @@ from kvtier.tiering.locate import StepMoment, TierBlockLocator
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 from kvtier.tiering.purging import TierPurges
 from kvtier.tiering.transfers import TierTransfers
-from kvtier.cpu.waiting import Waiter, WaitingRequests
 
 __all__ = ["CPUPrimaryTierOffloadingManager", "TieringOffloadingManager"]
 
@@ -210,9 +210,11 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
             self._transfers.cascade(cascade, req_context)
 
     def will_have_room(self) -> bool:
+        """Return whether host memory keeps blocks for tiers that will have them soon; see ``DrainingManager``."""
         return self._cascades.will_have_room()
 
     def on_unstored(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        """Count blocks that host memory had no room for; see ``DrainingManager``."""
         del req_context
         if self._tiers:
             self._losses.num_without_room += len(keys) - len(self._primary_manager.list_held(keys))

@@ -49,7 +49,10 @@ def test_a_budget_in_bytes_becomes_blocks_for_a_simulated_block_has_one_byte() -
     [
         ("fs.cascade", "must be NAME.SETTING=VALUE"),
         ("cascade=on_evict", "must be NAME.SETTING=VALUE"),
-        ("fs.cascade=later", "--tier-setting fs.cascade='later': must be one of 'on_store', 'on_evict', 'must_write'"),
+        (
+            "fs.cascade=later",
+            "--tier-setting fs.cascade='later': must be one of 'on_store', 'on_evict', 'must_write'",
+        ),
         ("fs.store_threshold=-1", "--tier-setting fs.store_threshold=-1"),
         ("fs.store_threshold=two", "--tier-setting fs.store_threshold='two'"),
         ("fs.fill=1", "--tier-setting fs.fill=1: must be true or false"),

@@ -1,4 +1,4 @@
-"""Prompts are computed once to fill a directory: what does not get there is known, and nothing is lost with must_write."""
+"""Prompts that fill a directory: what does not get there is known, and with must_write everything does."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -124,9 +124,7 @@ def test_with_must_write_every_block_is_in_the_directory_after_one_drain(
     num_rows: int,
     num_new_tokens: int,
 ) -> None:
-    filled = Filled(
-        make_engine, llama, prompt_of, tmp_path, num_rows, num_new_tokens, cascade="must_write"
-    )
+    filled = Filled(make_engine, llama, prompt_of, tmp_path, num_rows, num_new_tokens, cascade="must_write")
     assert filled.engine.drain(WAIT_S)
     assert filled.num_on_disk == NUM_BLOCKS
     filled.engine.shutdown()

@@ -176,7 +176,10 @@ class ConnectorDriver:
             request: every token of it is computed.
             plan: a step that computes nothing of it.
         """
-        while self._scheduler.has_unstored(request.request_id) and self.manager.will_have_room():
+        manager = self.manager
+        if not isinstance(manager, DrainingManager):
+            return
+        while self._scheduler.has_unstored(request.request_id) and manager.will_have_room():
             self.step(plan)
             self._pause(POLL_INTERVAL_S)
 
