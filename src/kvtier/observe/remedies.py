@@ -4,8 +4,9 @@ from kvtier.misses import NO_KEY_REASON, UNKNOWN_TENANT_REASON, Miss, MissCause,
 
 REMEDIES: dict[MissCause, str] = {
     MissCause.NEVER_SEEN: (
-        "These blocks were never stored here. New prompts cannot hit; for prompts that should be known compare their "
-        "first tokens, or wait until the first of them has been stored."
+        "No request of this engine has named these blocks before, and no tier has them. New prompts cannot hit. For "
+        "prompts that should be known compare their first tokens. If an earlier engine has computed them, its log and "
+        "its last drain say how many blocks were lost before a tier had them."
     ),
     MissCause.EVICTED: (
         "They were held and left before they came back. Give the tier more room, put a larger one behind it, or use "
@@ -86,8 +87,8 @@ NOT_STORED_REMEDIES: dict[NotStored, str] = {
         "Free or add space."
     ),
     NotStored.DECLINED: (
-        "They left host memory before the tier could take them: raise max_in_flight_store_bytes, give the tier more "
-        "threads, or use a faster one."
+        "They left host memory before the tier could take them: raise cpu_bytes_to_use or max_in_flight_store_bytes, use "
+        'a faster tier, or set its cascade to "must_write", which keeps them until the tier has them.'
     ),
     NotStored.JOB_FAILED: "Writing them failed: the log names the error of the tier or of the copy.",
 }

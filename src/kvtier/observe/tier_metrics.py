@@ -244,6 +244,13 @@ TIER_HEALTH = (
         "blocks",
     ),
     counter(
+        "kvtier_tier_lost_blocks",
+        TIER + "lost_blocks",
+        "Blocks that the tier was to get and never will: those of the family before, and those that it failed to write or "
+        "had no room for.",
+        "blocks",
+    ),
+    counter(
         "kvtier_tier_expired_blocks",
         TIER + "expired_blocks",
         "Blocks dropped because their `ttl_s` was over.",

@@ -140,7 +140,7 @@ def test_a_client_is_answered_while_requests_run(
     while client.is_running:
         engine.run(prompt, 4)
 
-    assert client.join() == {"ok": True}
+    assert client.join() == {"ok": True, "num_lost_blocks": 0, "num_pending_blocks": 0}
 
 
 def test_the_socket_ends_with_the_engine_and_without_the_setting_there_is_none(
