@@ -87,8 +87,8 @@ NOT_STORED_REMEDIES: dict[NotStored, str] = {
         "Free or add space."
     ),
     NotStored.DECLINED: (
-        "They left host memory before the tier could take them: raise cpu_bytes_to_use or max_in_flight_store_bytes, use "
-        'a faster tier, or set its cascade to "must_write", which keeps them until the tier has them.'
+        "They left host memory before the tier could take them: raise cpu_bytes_to_use or max_in_flight_store_bytes, "
+        'use a faster tier, or set its cascade to "must_write", which keeps them until the tier has them.'
     ),
     NotStored.JOB_FAILED: "Writing them failed: the log names the error of the tier or of the copy.",
 }

@@ -246,8 +246,8 @@ TIER_HEALTH = (
     counter(
         "kvtier_tier_lost_blocks",
         TIER + "lost_blocks",
-        "Blocks that the tier was to get and never will: those of the family before, and those that it failed to write or "
-        "had no room for.",
+        "Blocks that the tier was to get and never will: those of the family before, and those that it failed to write "
+        "or had no room for.",
         "blocks",
     ),
     counter(

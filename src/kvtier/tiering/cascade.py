@@ -121,7 +121,10 @@ class StoreBacklog:
     def offer(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         """Record blocks that have become ready in the primary; the request's use of them counts."""
         if self._filter is None:
-            self._add_pending(dict.fromkeys(keys))
+            new = dict.fromkeys(keys)
+            self.pending.update(new)
+            if self.is_keeping:
+                self._hold(new)
         else:
             self._withheld.update(keys)
             self.on_used(keys, req_context)
@@ -172,10 +175,10 @@ class StoreBacklog:
         return tuple(taken)
 
     def keep_pending(self) -> None:
-        """Hold what is pending where the tier must get it; nothing while the tier is left out."""
+        """Hold what is pending for a tier that must get it; nothing while the tier is left out."""
         tier = self.tier
         can_write = tier.breaker.is_closed and not (tier.is_out_of_service or tier.is_purging)
-        if not self.must_write or can_write == self.is_keeping:
+        if can_write == self.is_keeping:
             return
         self.is_keeping = can_write
         if can_write:
@@ -413,7 +416,8 @@ class CascadePlanner:
         """
         planned = []
         for backlog in self._backlogs:
-            backlog.keep_pending()
+            if backlog.must_write:
+                backlog.keep_pending()
             breaker = backlog.tier.breaker
             if not backlog.pending or not (breaker.is_closed or breaker.allows(req_context)):
                 continue

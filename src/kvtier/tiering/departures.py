@@ -97,10 +97,12 @@ class TierLosses:
         is_kept_for: whether host memory keeps blocks until the tier has them.
 
     Attributes:
-        num_by_reason: how many blocks were lost; only grows.
+        num_blocks: how many blocks were lost; only grows.
+        num_by_reason: the same by reason.
     """
 
     def __init__(self, tier: str, departed: DepartedBlocks, *, is_kept_for: bool) -> None:
+        self.num_blocks = 0
         self.num_by_reason: Counter[TierDeparture] = Counter()
         self._tier = tier
         self._departed = departed
@@ -111,6 +113,7 @@ class TierLosses:
         if keys:
             self._departed.add(keys, why)
             self.num_by_reason[why] += len(keys)
+            self.num_blocks += len(keys)
 
     def describe(self, said: Mapping[TierDeparture, int]) -> list[str]:
         """Return a sentence for each reason about the blocks that were lost beyond those in ``said``."""
@@ -133,6 +136,7 @@ class LossReport:
 
     Attributes:
         num_without_room: blocks of ended requests for which host memory had no room; the manager adds to it.
+        num_said: blocks that the log has told of.
     """
 
     def __init__(self, tiers: Sequence[TierLosses], clock: Callable[[], float]) -> None:
@@ -140,7 +144,7 @@ class LossReport:
         self._tiers = tuple(tiers)
         self._clock = clock
         self._num_drained = 0
-        self._num_said = 0
+        self.num_said = 0
         self._said = [Counter(tier.num_by_reason) for tier in tiers]
         self._said_without_room = 0
         self._next_s = clock()
@@ -148,7 +152,7 @@ class LossReport:
     @property
     def num_blocks(self) -> int:
         """Blocks lost since the start."""
-        return self.num_without_room + sum(tier.num_by_reason.total() for tier in self._tiers)
+        return self.num_without_room + sum(tier.num_blocks for tier in self._tiers)
 
     def take_drained(self) -> int:
         """Return how many blocks were lost since the last call."""
@@ -158,7 +162,7 @@ class LossReport:
     def warn(self, *, is_last: bool = False) -> None:
         """Log the losses since the last warning, if there are any and it is long enough ago, or this is the last."""
         num_blocks = self.num_blocks
-        if num_blocks == self._num_said or not (is_last or self._clock() >= self._next_s):
+        if num_blocks == self.num_said or not (is_last or self._clock() >= self._next_s):
             return
         sentences = [
             sentence
@@ -168,14 +172,14 @@ class LossReport:
         num_without_room = self.num_without_room - self._said_without_room
         if num_without_room:
             sentences.append(f"host memory had no room for {num_without_room}: raise cpu_bytes_to_use")
-        num_new = num_blocks - self._num_said
+        num_new = num_blocks - self.num_said
         logger.warning(
             "%d computed blocks will not reach a tier, %d since the start: %s",
             num_new,
             num_blocks,
             "; ".join(sentences),
         )
-        self._num_said, self._said_without_room = num_blocks, self.num_without_room
+        self.num_said, self._said_without_room = num_blocks, self.num_without_room
         self._said = [Counter(tier.num_by_reason) for tier in self._tiers]
         self._next_s = self._clock() + WARNING_PERIOD_S
 

@@ -408,7 +408,7 @@ class GuardedTier:
                 "failed_promotion_jobs": float(self.num_failed_promotion_jobs),
                 "failed_cascade_jobs": float(self.num_failed_cascade_jobs),
                 "declined_cascades": float(self.losses.num_by_reason[TierDeparture.DECLINED]),
-                "lost_blocks": float(self.losses.num_by_reason.total()),
+                "lost_blocks": float(self.losses.num_blocks),
                 "refused_by_admission": float(self.num_refused_by_admission),
                 "promoted_blocks": float(self.num_promoted_blocks),
                 "lookups_left_out": float(self.num_lookups_left_out),

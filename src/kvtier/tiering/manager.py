@@ -294,16 +294,19 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
             backlog = ReqContext(OwnWork.BACKLOG.value)
             for cascade in self._cascades.take(backlog, is_step_over=True):
                 self._transfers.cascade(cascade, backlog)
+        num_lost = self._losses.num_without_room
         for tier in self._tiers:
+            num_lost += tier.losses.num_blocks
             if tier.uses_end_step:
                 tier.end_step()
+        if num_lost != self._losses.num_said:
+            self._losses.warn()
         if self.leases.ends_s:
             self.leases.expire()
         if self._primary_manager.lifetimes is not None:
             self._cascades.forget(self._primary_manager.expire_blocks())
         if self._purges.is_under_way:
             self._purges.advance()
-        self._losses.warn()
         self._waiting.found_this_step.clear()
         self._step += 1
         self._is_polled = False
@@ -367,9 +370,6 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         """Block until the tiers have got and ended what is pending for them, or ``timeout_s`` has passed.
 
         Blocks that write-back keeps for their eviction stay where they are. A tier that is left out gets nothing.
-
-        Returns:
-            Whether that has ended, and how many blocks were lost on the way to a tier since the last drain that ended.
         """
         if not self._end_jobs(timeout_s):
             return DrainResult(has_ended=False)
