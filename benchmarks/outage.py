@@ -146,7 +146,7 @@ class Engine:
         """Store the blocks that requests will need."""
         for begin in range(0, NUM_STORED, STORE_BLOCKS):
             self._store(range(begin, begin + STORE_BLOCKS))
-            assert self.manager.drain(HANG_GUARD_S), "the tier has not stored its blocks"
+            assert self.manager.drain(HANG_GUARD_S).has_ended, "the tier has not stored its blocks"
             self.manager.end_step()
 
     def arrive(self, num_requests: int) -> None:

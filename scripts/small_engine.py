@@ -63,6 +63,6 @@ def serve_some(engine: KVTierEngine, num_prompts: int = 6) -> None:
     """Compute more than host memory holds, and let the first prompt come back from below it."""
     for seed in range(num_prompts):
         engine.run(prompt_of(seed), 1)
-        assert engine.drain(WAIT_S)
+        assert engine.drain(WAIT_S).has_ended
     engine.drop_device_cache()
     engine.run(prompt_of(0), 1)

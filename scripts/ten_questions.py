@@ -163,13 +163,13 @@ def serving(folder: Path, instance_id: str = INSTANCE_ID, **more: object) -> Ite
         for _ in range(NUM_ROUNDS):
             for seed in (100, 101):
                 engine.run(prompt_of(seed), 1)
-                assert engine.drain(WAIT_S)
+                assert engine.drain(WAIT_S).has_ended
             engine.drop_device_cache()
     with running_engine(folder, **shared, instance_id=instance_id, **more) as engine:
         for _ in range(NUM_ROUNDS):
             for seed in range(NUM_PROMPTS):
                 engine.run(prompt_of(seed), 1)
-                assert engine.drain(WAIT_S)
+                assert engine.drain(WAIT_S).has_ended
             engine.drop_device_cache()
         yield engine
 

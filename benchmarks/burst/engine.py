@@ -103,7 +103,7 @@ class BurstEngine:
         self._finish(requests)
         while self._scheduler.has_open_stores():
             self._step(StepOutput())
-        if not self.manager.drain(DRAIN_S):
+        if not self.manager.drain(DRAIN_S).has_ended:
             raise KVTierError("a tier hangs")
 
     def load(self, requests: Sequence[BenchRequest]) -> None:

@@ -193,7 +193,7 @@ class Engine:
         else:
             raise RuntimeError(f"the engine is not at rest after {MAX_IDLE_STEPS} steps")
         manager = self._scheduler_half.manager if self._has_kvtier else None
-        if isinstance(manager, TieringOffloadingManager) and not manager.drain(DRAIN_S):
+        if isinstance(manager, TieringOffloadingManager) and not manager.drain(DRAIN_S).has_ended:
             raise RuntimeError(f"the tiers are not done after {DRAIN_S} s")
 
     def stats(self) -> dict[str, float]:

@@ -415,3 +415,16 @@ def test_a_block_beyond_its_time_is_no_reason_to_wait_and_its_next_store_has_a_d
     assert manager.lookup(key_of(1), REQUEST) is None
     clock.advance(5.0)
     assert manager.lookup(key_of(1), REQUEST) is False
+
+
+def test_a_request_whose_block_arrived_while_its_engine_kept_it_may_wait_once_more() -> None:
+    clock = ManualClock()
+    manager = CPUOffloadingManager(4, clock=clock, lookup_deadline_s=5.0)
+    request = ReqContext("kept in the queue")
+    prepared(manager, keys_of(1, 2))
+    assert manager.lookup(key_of(1), request) is None
+    manager.complete_store(keys_of(1), REQUEST)
+    clock.advance(60.0)
+    assert manager.lookup(key_of(2), request) is None
+    clock.advance(5.0)
+    assert manager.lookup(key_of(2), request) is False

@@ -241,7 +241,7 @@ class EngineHost:
             raise AssertionError("the engine does not come to rest")
         manager = self._scheduler_half.manager
         if hasattr(manager, "drain"):
-            assert manager.drain(60.0)
+            assert manager.drain(60.0).has_ended
 
     def stats(self) -> dict[str, float]:
         """Return kvtier's counters and gauges."""

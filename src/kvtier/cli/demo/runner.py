@@ -60,7 +60,7 @@ def run_demo(
     with KVTierEngine(model, config_with(set_up)) as engine:
         warm_up(engine)
         with_tiers = serve_turns(engine, turns, begin_stage("with kvtier", len(turns)))
-        if not engine.drain(DRAIN_S):
+        if not engine.drain(DRAIN_S).has_ended:
             raise EngineStateError(f"the {set_up.pools.tier} tier took no more blocks within {DRAIN_S:.0f} s")
     before = choose_last_turns(without, MAX_RESTART_TURNS)
     after = serve_after_restart(set_up, directory, before, begin_stage("new process", len(before)))
