@@ -27,7 +27,7 @@ from kvtier.config import DEFAULT_MAX_TRACKER_SIZE
 from kvtier.cpu.block_table import BlockTable
 from kvtier.cpu.common import CPULoadStoreSpec, EventLog
 from kvtier.cpu.lifetimes import BlockLifetimes
-from kvtier.cpu.pin_leases import PinLeases
+from kvtier.cpu.pin_leases import PinLeases, no_quota
 from kvtier.cpu.policies.learning import AdmissionControl, RequestLearner, ReuseForecast, make_arrived
 from kvtier.cpu.policies.registry import create_cache_policy
 from kvtier.cpu.reuse_filter import ReuseFilter
@@ -122,13 +122,14 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         self._get_block = self.table.get_block
         self._policy = policy
         self._clock = clock
-        self.leases = PinLeases(self.table, clock)
         self.lifetimes: BlockLifetimes | None = None
         if ttl_s is not None:
             self.lifetimes = BlockLifetimes(ttl_s, clock)
             self.lookup = self._lookup_alive  # type: ignore[method-assign]  # without lifetimes no lookup asks for one
         self.tenant_blocks = None if tenants is None else TenantBlocks(self.table, tenants, block_bytes)
         self._quotas = self.tenant_blocks if self.tenant_blocks and self.tenant_blocks.has_quotas else None
+        quota_blocks = no_quota if self._quotas is None else self._quotas.quota_blocks
+        self.leases = PinLeases(self.table, clock, quota_blocks)
         self.table.listeners = tuple(one for one in (self.lifetimes, self.tenant_blocks) if one is not None)
         self._learner = policy if isinstance(policy, RequestLearner) else None
         self.admission: AdmissionControl | None = policy if isinstance(policy, AdmissionControl) else None
@@ -172,7 +173,7 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         if self.leases.ends_s:
             self.leases.expire()
         if params and (pin_s := req_context.hints.pin_s):
-            self.leases.pin_as_many_as_fit(chain.from_iterable(chains), pin_s)
+            self.leases.pin_for_request(chain.from_iterable(chains), pin_s)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         if self._filter is not None:
