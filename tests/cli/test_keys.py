@@ -291,7 +291,7 @@ def tenants_in(place: str, capsys: pytest.CaptureFixture[str], *options: str) ->
     capsys.readouterr()
     assert main(["inspect", place, "--json", *options]) == 0
     found = json.loads(capsys.readouterr().out)["namespaces"]
-    return {one["number"]: one["blocks"] for namespace in found for one in namespace["tenants"]}
+    return {int(one["number"], 16): one["blocks"] for namespace in found for one in namespace["tenants"]}
 
 
 @pytest.mark.parametrize("kind", ["fs", "slab", "obj"])

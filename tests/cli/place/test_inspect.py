@@ -54,12 +54,12 @@ def test_tenants_of_requests_are_counted_and_named_by_a_configuration(run: Run, 
     [namespace] = [one for one in json.loads(shown)["namespaces"] if one["name"] == A]
     found = {one["number"]: (one["name"], one["blocks"], one["bytes"]) for one in namespace["tenants"]}
     assert found == {
-        0: (None, 1, 100),
-        tenant_number("alice"): ("alice", 1, 100),
-        tenant_number("bob"): (None, 1, 100),
+        "00000000000000": (None, 1, 100),
+        f"{tenant_number('alice'):014x}": ("alice", 1, 100),
+        f"{tenant_number('bob'):014x}": (None, 1, 100),
     }
     shown = run("inspect", PLACE, "--config", str(config))[1]
-    assert f"tenant {tenant_number('alice'):06x} (alice): 1 block, 100 B" in shown
+    assert f"tenant {tenant_number('alice'):014x} (alice): 1 block, 100 B" in shown
     assert "of no tenant: 1 block" in shown
 
 
