@@ -110,7 +110,9 @@ def test_a_store_that_is_partly_within_the_quota_takes_the_rest_from_anybody() -
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_name_that_was_searched_for_takes_nothing_of_the_tenant_that_it_was_to_hit(policy: str) -> None:
-    manager = make(policy, num_blocks=12, alice=4, bob=4, **{COLLIDING_NAME: 4})
+    quota = {"quota_bytes": {"host": 4 * BLOCK_BYTES}}
+    tenants = parse_tenants({"alice": quota, "*": quota}, "", ("host",))
+    manager = CPUOffloadingManager(12, policy, tenants=tenants, block_bytes=BLOCK_BYTES)
     alices = keys_of(ALICE, *range(4))
     store(manager, alices)
     store(manager, keys_of(tenant_number(COLLIDING_NAME), *range(10, 18)))
