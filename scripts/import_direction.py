@@ -25,6 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "registry",
             "namespace",
             "base",
+            "offload_keys",
             "cost_model",
             "locations",
             "misses",
@@ -70,6 +71,7 @@ SHARED_BY_TIERS = frozenset({"base", "kit"})
 TIER_FOUNDATIONS = frozenset(
     {
         "base",
+        "offload_keys",
         "config",
         "namespace",
         "errors",

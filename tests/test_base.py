@@ -19,12 +19,12 @@ from kvtier.base import (
     get_offload_block_hash,
     get_offload_group_idx,
     get_offload_tenant,
-    get_tenant_part,
     make_offload_key,
     make_offload_keys,
 )
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.errors import KVCacheLayoutError
+from kvtier.offload_keys import get_tenant_part
 from kvtier.tiering.kit.envelope import MAX_KEY_BYTES
 
 
@@ -77,7 +77,9 @@ def test_what_shows_a_tenant_in_a_key_is_never_that_of_another_nor_of_none(
         assert (make_offload_key(other[0], group_idx, other[1])[part] == digits) is (one[1] == other[1])
 
 
-def test_without_a_tenant_the_group_is_four_bytes_big_endian_at_the_end_and_with_one_its_number_and_one() -> None:
+def test_without_a_tenant_the_group_is_four_bytes_big_endian_at_the_end_and_with_one_its_number_and_one() -> (
+    None
+):
     assert make_offload_key(b"hash", 2) == b"hash\x00\x00\x00\x02"
     assert make_offload_key(b"hash", 2, 258) == b"hash\x00\x00\x00\x00\x00\x01\x02\x02"
 
@@ -97,7 +99,9 @@ def test_a_header_has_room_for_a_sha256_with_a_tenant() -> None:
         (0, 2**24, "no multiple of 2\\^24"),
     ],
 )
-def test_a_group_or_tenant_that_does_not_fit_is_refused_in_words(group_idx: int, tenant: int, said: str) -> None:
+def test_a_group_or_tenant_that_does_not_fit_is_refused_in_words(
+    group_idx: int, tenant: int, said: str
+) -> None:
     with pytest.raises(OverflowError, match=said):
         make_offload_key(b"hash", group_idx, tenant)
 

@@ -20,13 +20,18 @@ from kvtier.config import OffloadingConfig
 from kvtier.errors import KVCacheLayoutError
 from kvtier.hints.values import RequestHints, parse_hints
 from kvtier.histogram import HistogramSnapshot
+from kvtier.offload_keys import GROUP_INDEX_BYTES as GROUP_INDEX_BYTES
+from kvtier.offload_keys import MAX_TENANT_NUMBER as MAX_TENANT_NUMBER
+from kvtier.offload_keys import TENANT_SUFFIX_BYTES as TENANT_SUFFIX_BYTES
+from kvtier.offload_keys import OffloadKey as OffloadKey
+from kvtier.offload_keys import get_offload_block_hash as get_offload_block_hash
+from kvtier.offload_keys import get_offload_group_idx as get_offload_group_idx
+from kvtier.offload_keys import get_offload_tenant as get_offload_tenant
+from kvtier.offload_keys import make_offload_key as make_offload_key
+from kvtier.offload_keys import make_offload_keys as make_offload_keys
 
 if TYPE_CHECKING:
     import torch
-
-OffloadKey = NewType("OffloadKey", bytes)
-"""Content hash of a block and of its whole prefix, then its tenant's number if it has one, then the KV group index.
-Bytes, not a tuple: millions of them must not burden the garbage collector."""
 
 TransferJobId = NewType("TransferJobId", int)
 """A job of the connector: device -> primary or primary -> device."""
@@ -36,82 +41,6 @@ JobId = NewType("JobId", int)
 
 BlockIds = npt.NDArray[np.int64]
 """Numbers of device blocks or slots, shape (num_blocks,)."""
-
-GROUP_INDEX_BYTES = 4
-"""Bytes behind the hash of a block without a tenant: the group index, below 256, so that the first three are zero."""
-
-TENANT_BYTES = 7
-"""Bytes of a tenant's number. They stand behind the hash of a tenant's block, and one of the group index follows."""
-
-TENANT_SUFFIX_BYTES = TENANT_BYTES + 1
-"""Bytes behind the hash of a tenant's block: with a SHA-256 the 40 that a header has for a key."""
-
-MAX_TENANT_NUMBER = 2 ** (8 * TENANT_BYTES) - 1
-
-TENANT_MARK = 2**24 - 1
-"""Bits of a tenant's number that are never all zero: in a key they stand where one without a tenant has zeros. So a
-key tells by itself whether it has a tenant, however long its hash is."""
-
-# Made once: a slice that is written out is made again for each key, which takes as long as the rest.
-_MARK = slice(-GROUP_INDEX_BYTES, -1)
-_TENANT = slice(-TENANT_SUFFIX_BYTES, -1)
-_PLAIN_HASH = slice(-GROUP_INDEX_BYTES)
-_TENANTS_HASH = slice(-TENANT_SUFFIX_BYTES)
-_NO_TENANT = bytes(GROUP_INDEX_BYTES - 1)
-_read_number = int.from_bytes
-
-
-def make_offload_key(block_hash: bytes, group_idx: int, tenant: int = 0) -> OffloadKey:
-    """Return the key of a block. Pure.
-
-    Args:
-        block_hash: content hash of the block and of its whole prefix.
-        group_idx: KV group, below 256.
-        tenant: number of the request's tenant, as ``kvtier.tenants.tenant_number`` gives it; 0 for none.
-
-    Raises:
-        OverflowError: the group or the number is none of these.
-    """
-    return OffloadKey(block_hash + _make_suffix(group_idx, tenant))
-
-
-def make_offload_keys(block_hashes: Iterable[bytes], group_idx: int, tenant: int = 0) -> list[OffloadKey]:
-    """Return the key of each block of one group, in order; arguments and errors of ``make_offload_key``. Pure."""
-    suffix = _make_suffix(group_idx, tenant)
-    return [OffloadKey(block_hash + suffix) for block_hash in block_hashes]
-
-
-def _make_suffix(group_idx: int, tenant: int) -> bytes:
-    if not 0 <= group_idx < 256:
-        raise OverflowError(f"group_idx={group_idx}: must be 0 to 255, a key has one byte for it")
-    if tenant == 0:
-        return group_idx.to_bytes(GROUP_INDEX_BYTES, "big")
-    if not (0 < tenant <= MAX_TENANT_NUMBER and tenant & TENANT_MARK):
-        remedy = "must be 0, or below 2^56 and no multiple of 2^24: take it from kvtier.tenants.tenant_number"
-        raise OverflowError(f"tenant={tenant}: {remedy}")
-    return (tenant << 8 | group_idx).to_bytes(TENANT_SUFFIX_BYTES, "big")
-
-
-def get_offload_block_hash(key: OffloadKey) -> bytes:
-    """Return the content hash that ``key`` was made from. Pure."""
-    return key[_PLAIN_HASH if key[_MARK] == _NO_TENANT else _TENANTS_HASH]
-
-
-def get_offload_group_idx(key: OffloadKey) -> int:
-    """Return the KV group index that ``key`` was made from. Pure."""
-    return key[-1]
-
-
-def get_offload_tenant(key: OffloadKey) -> int:
-    """Return the number of the tenant that ``key`` was made for; 0 for none. Pure."""
-    return 0 if key[_MARK] == _NO_TENANT else _read_number(key[_TENANT])
-
-
-def get_tenant_part(tenant: int) -> tuple[slice, bytes]:
-    """Return where in a key it shows whether it is of ``tenant``, by its number, and what stands there then. Pure."""
-    if tenant == 0:
-        return _MARK, _NO_TENANT
-    return _TENANT, tenant.to_bytes(TENANT_BYTES, "big")
 
 
 @dataclass(eq=False, slots=True)

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from kvtier.base import TENANT_BYTES, TENANT_MARK, OffloadKey, get_tenant_part
 from kvtier.config import Settings
 from kvtier.errors import ConfigError, UnknownNameError
 from kvtier.hints.values import MAX_NAME_CHARS, RequestHints
 from kvtier.hints.values import TENANT as TENANT_PARAMETER
 from kvtier.namespace import digest_salt
+from kvtier.offload_keys import TENANT_BYTES, TENANT_MARK, OffloadKey, get_tenant_part
 from kvtier.quantities import parse_bytes
 
 OTHERS = "*"
@@ -108,7 +108,9 @@ class OtherKeys(Collection[OffloadKey]):
     def __init__(
         self, tenant: int | None, kept: tuple[Collection[OffloadKey], Collection[OffloadKey]]
     ) -> None:
-        self._part, self._digits = (None, b"") if tenant is None else get_tenant_part(tenant)
+        self._part: slice | None = None
+        if tenant is not None:
+            self._part, self._digits = get_tenant_part(tenant)
         self._named, self._protected = kept
 
     def __contains__(self, key: object) -> bool:
@@ -153,7 +155,9 @@ class Tenants:
     names: Mapping[int, str] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "names", MappingProxyType({self.number_of(name): name for name in self.by_name}))
+        object.__setattr__(
+            self, "names", MappingProxyType({self.number_of(name): name for name in self.by_name})
+        )
 
     def find(self, params: Mapping[str, object] | None, hints: RequestHints) -> Tenant | None:
         """Return the tenant of a request; None where kvtier neither loads nor stores for it.

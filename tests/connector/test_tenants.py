@@ -138,7 +138,13 @@ def test_each_group_of_a_hybrid_model_keeps_tenants_apart() -> None:
 
 @pytest.mark.parametrize(
     ("tenants", "salt", "num_said"),
-    [({"*": {}}, "", 1), ({"*": {}, "alice": {}}, "", 1), ({"*": {}}, "s", 0), ({"alice": {}}, "", 0), (None, "", 0)],
+    [
+        ({"*": {}}, "", 1),
+        ({"*": {}, "alice": {}}, "", 1),
+        ({"*": {}}, "s", 0),
+        ({"alice": {}}, "", 0),
+        (None, "", 0),
+    ],
 )
 def test_names_that_anybody_may_choose_without_a_salt_are_one_warning_for_an_engine(
     tenants: object, salt: str, num_said: int, caplog: pytest.LogCaptureFixture

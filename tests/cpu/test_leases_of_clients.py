@@ -95,7 +95,7 @@ def test_a_quarter_of_the_pins_is_the_operators_whatever_requests_pin() -> None:
         serve(manager, "other", keys_of(1_000 * number, 40))
     assert held_of(manager, of_operator) == 2
     assert held_of(manager, keys_of(0, 40)) == 6
-    with pytest.raises(PinLimitError, match="1 blocks? cannot be pinned: 8 of at most 8"):
+    with pytest.raises(PinLimitError, match="1 blocks cannot be pinned: 8 of at most 8"):
         manager.pin(keys_of(5_000, 1), 600)
 
 
@@ -149,7 +149,9 @@ def make_with_tenants() -> CPUOffloadingManager:
 
 
 def keys_of_tenant(name: str, first: int, num: int) -> list[OffloadKey]:
-    return make_offload_keys([bytes([number]) * 32 for number in range(first, first + num)], 0, tenant_number(name))
+    return make_offload_keys(
+        [bytes([number]) * 32 for number in range(first, first + num)], 0, tenant_number(name)
+    )
 
 
 def test_a_tenant_pins_no_more_than_its_quota_with_any_number_of_requests() -> None:
@@ -163,7 +165,9 @@ def test_a_tenant_pins_no_more_than_its_quota_with_any_number_of_requests() -> N
     for number in range(10):
         serve(manager, "other", keys_of(1_000 * number, 100))
     assert held_of(manager, bobs) == 11
-    assert held_of(manager, [key for number in range(5) for key in keys_of_tenant("alice", 10 * number, 3)]) == 4
+    assert (
+        held_of(manager, [key for number in range(5) for key in keys_of_tenant("alice", 10 * number, 3)]) == 4
+    )
 
 
 def test_a_pin_that_ends_leaves_its_part_of_the_quota_to_the_tenants_next() -> None:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from tests.tiering.tenant_driver import COLLIDING_NAME
 
 from kvtier.base import OffloadKey, ReqContext, get_offload_tenant, make_offload_key

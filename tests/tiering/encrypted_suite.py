@@ -10,7 +10,15 @@ import pytest
 from kvtier.base import JobId, OffloadKey, make_offload_key
 from kvtier.config import OffloadingConfig
 from kvtier.tenants import tenant_number
-from kvtier.testing.tier_suite import ROW_BYTES, SPOILT, TierDriver, TierSuite, content_of, key_of, make_config
+from kvtier.testing.tier_suite import (
+    ROW_BYTES,
+    SPOILT,
+    TierDriver,
+    TierSuite,
+    content_of,
+    key_of,
+    make_config,
+)
 from kvtier.tiering.base import JobMetadata, SecondaryTierManager
 from kvtier.tiering.kit.block_format import BlockFormat
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, make_header
@@ -35,7 +43,9 @@ def _move(driver: TierDriver, keys: list[OffloadKey], slots: range, *, is_promot
     """Store blocks from slots, or load them into slots; return those that have arrived."""
     job_id = driver._next_job_id
     driver._next_job_id += 1
-    job = JobMetadata(JobId(job_id), tuple(keys), np.array(slots, dtype=np.int64), is_promotion, driver.request)
+    job = JobMetadata(
+        JobId(job_id), tuple(keys), np.array(slots, dtype=np.int64), is_promotion, driver.request
+    )
     (driver.tier.submit_load if is_promotion else driver.tier.submit_store)(job)
     result = driver.wait(job_id)
     return set(keys) if result.success else set(result.successful_keys or ())

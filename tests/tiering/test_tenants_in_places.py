@@ -56,7 +56,7 @@ def test_no_two_blocks_of_whatever_hash_group_and_tenant_have_one_name_in_any_pl
     values = [valkey_names.block_name(NAMESPACE, key) for key in keys]
     objects = [obj_layout.block_path(NAMESPACE, key) for key in keys]
     for names in (files, values, objects):
-        assert len(set(names)) == len(parts)  # type: ignore[arg-type]  # text or bytes
+        assert len(set(names)) == len(parts)
     for one, file, value, path in zip(parts, files, values, objects, strict=True):
         of_file, of_value = folders.parse_block_name(Path(file).name), valkey_names.parse_block_name(value)
         assert of_file is not None
@@ -103,7 +103,12 @@ def open_tier(kind: str, folder: Path, quota_blocks: int | None) -> TenantDriver
     else:
         settings = parse_tier_settings({})
         tier = SlabTier(
-            config, rows, settings, path=folder / "slab", capacity_bytes=capacity_of(NUM_BLOCKS), num_threads=1
+            config,
+            rows,
+            settings,
+            path=folder / "slab",
+            capacity_bytes=capacity_of(NUM_BLOCKS),
+            num_threads=1,
         )
     assert tier.wait_indexed(HANG_GUARD_S)
     return TenantDriver(tier, rows)

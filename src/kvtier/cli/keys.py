@@ -7,7 +7,7 @@ so, and those whose header names a dropped entry of its own.
 import json
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -79,12 +79,7 @@ def keys(
         KVTierError: the ring or a place cannot be used, or the options do not fit together.
     """
     path = find_key_file(key_file)
-    if (action is Action.DROP) != (tenant is not None) and action in (Action.DROP, Action.LIST):
-        raise ConfigError("--tenant", tenant, f"is needed by drop and not by list; this is {action.value}")
-    if prove and action is not Action.DROP:
-        raise ConfigError("--prove", prove, "goes with drop", max_value_chars=80)
-    if config is not None and not prove:
-        raise ConfigError("--config", str(config), "goes with --prove", max_value_chars=80)
+    check_options(action, tenant, prove or (), config)
     salt = "" if config is None else read_engine_settings(config).tenant_salt
     if action is Action.LIST:
         ring = read_ring(path)
@@ -106,6 +101,20 @@ def keys(
             typer.echo(f"{where}: {proof.in_words()}")
     if any(proof.num_opened for proof in proofs.values()):
         raise typer.Exit(1)
+
+
+def check_options(action: Action, tenant: str | None, prove: Sequence[str], config: Path | None) -> None:
+    """Refuse options that do not go with the action. Pure.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    if (action is Action.DROP) != (tenant is not None) and action in (Action.DROP, Action.LIST):
+        raise ConfigError("--tenant", tenant, f"is needed by drop and not by list; this is {action.value}")
+    if prove and action is not Action.DROP:
+        raise ConfigError("--prove", list(prove), "goes with drop", max_value_chars=80)
+    if config is not None and not prove:
+        raise ConfigError("--config", str(config), "goes with --prove", max_value_chars=80)
 
 
 def find_key_file(given: str | None) -> Path:

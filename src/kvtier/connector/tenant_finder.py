@@ -72,9 +72,9 @@ def make_tenant_finder(settings: Settings) -> TenantFinder | None:
         return None
     if tenants.others is not None and not tenants.salt:
         logger.warning(
-            'tenants serves any name ("%s") and tenant_salt is not set: who may choose a name can search, in 2^56 tries, '
-            "for one that shares another tenant's quota and purges: set tenant_salt, a secret; blocks that were stored "
-            "before are not found then",
+            'tenants serves any name ("%s") and tenant_salt is not set: who may choose a name can search, in 2^56 '
+            "tries, for one that shares another tenant's quota and purges: set tenant_salt, a secret; blocks that were "
+            "stored before are not found then",
             OTHERS,
         )
     return TenantFinder(tenants)

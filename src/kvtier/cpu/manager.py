@@ -27,7 +27,7 @@ from kvtier.config import DEFAULT_MAX_TRACKER_SIZE
 from kvtier.cpu.block_table import BlockTable
 from kvtier.cpu.common import CPULoadStoreSpec, EventLog
 from kvtier.cpu.lifetimes import BlockLifetimes
-from kvtier.cpu.pin_leases import PinLeases, no_quota
+from kvtier.cpu.pin_leases import PinLeases
 from kvtier.cpu.policies.learning import AdmissionControl, RequestLearner, ReuseForecast, make_arrived
 from kvtier.cpu.policies.registry import create_cache_policy
 from kvtier.cpu.reuse_filter import ReuseFilter
@@ -128,8 +128,7 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
             self.lookup = self._lookup_alive  # type: ignore[method-assign]  # without lifetimes no lookup asks for one
         self.tenant_blocks = None if tenants is None else TenantBlocks(self.table, tenants, block_bytes)
         self._quotas = self.tenant_blocks if self.tenant_blocks and self.tenant_blocks.has_quotas else None
-        quota_blocks = no_quota if self._quotas is None else self._quotas.quota_blocks
-        self.leases = PinLeases(self.table, clock, quota_blocks)
+        self.leases = PinLeases(self.table, clock, self._quotas)
         self.table.listeners = tuple(one for one in (self.lifetimes, self.tenant_blocks) if one is not None)
         self._learner = policy if isinstance(policy, RequestLearner) else None
         self.admission: AdmissionControl | None = policy if isinstance(policy, AdmissionControl) else None

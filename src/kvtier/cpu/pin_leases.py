@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from kvtier.base import OffloadKey, get_offload_tenant
 from kvtier.cpu.block_table import BlockTable
+from kvtier.cpu.tenant_quotas import TenantBlocks
 from kvtier.errors import InvariantError, PinLimitError
 from kvtier.operating import PinnedBlocks
 
@@ -28,19 +29,13 @@ day; with fewer the prompts that clients name lose to none that an operator may 
 NEVER_S = float("inf")
 
 
-def no_quota(number: int) -> int | None:
-    """Return that a tenant may pin as many blocks as there is room for. Pure."""
-    del number
-    return None
-
-
 class PinLeases:
     """The leases of one block table. Used from the manager's thread.
 
     Args:
         table: the blocks.
         clock: seconds, monotonic.
-        quota_blocks: returns how many blocks of host memory are a tenant's, by its number; None for any number.
+        quotas: those of tenants; None where there are none.
 
     Attributes:
         limit: blocks that may have a lease.
@@ -56,11 +51,11 @@ class PinLeases:
         self,
         table: BlockTable,
         clock: Callable[[], float],
-        quota_blocks: Callable[[int], int | None] = no_quota,
+        quotas: TenantBlocks | None = None,
     ) -> None:
         self._table = table
         self._clock = clock
-        self._quota_blocks = quota_blocks
+        self._quotas = quotas
         self.limit = max(1, table.num_blocks // LIMIT_DIVISOR)
         self.client_limit = self.limit * CLIENT_QUARTERS // 4
         self.ends_s: dict[OffloadKey, float] = {}
@@ -91,7 +86,7 @@ class PinLeases:
         if not distinct:
             return
         tenant = get_offload_tenant(distinct[0])
-        quota_blocks = self._quota_blocks(tenant)
+        quota_blocks = None if self._quotas is None else self._quotas.quota_blocks(tenant)
         num_left = self.client_limit - len(self.client_ends_s)
         if quota_blocks is not None:
             num_left = min(num_left, quota_blocks - self._num_of_tenant[tenant])
@@ -100,7 +95,7 @@ class PinLeases:
         for key in distinct:
             is_new = key not in self.client_ends_s
             needs_room = key not in self.ends_s
-            if is_new and (num_left <= 0 or needs_room and num_free <= 0):
+            if is_new and (num_left <= 0 or (needs_room and num_free <= 0)):
                 continue
             num_left -= is_new
             num_free -= needs_room
@@ -176,8 +171,8 @@ class PinLeases:
     def _note_refused(self, num: int, num_asked: int) -> None:
         if num and not self.num_refused:
             logger.warning(
-                "pin_s: %d of the %d blocks of a request are not pinned: requests may pin %d of %d slots, and each tenant "
-                "no more than its quota of host memory; kvtier_host_refused_pins counts further ones",
+                "pin_s: %d of the %d blocks of a request are not pinned: requests may pin %d of %d slots, and each "
+                "tenant no more than its quota of host memory; kvtier_host_refused_pins counts further ones",
                 num,
                 num_asked,
                 self.client_limit,

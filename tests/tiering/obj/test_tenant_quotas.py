@@ -104,7 +104,9 @@ def test_without_a_capacity_the_quota_is_the_bound(start: StartTenants, folder: 
     driver.poll_until(lambda: count_by_name(set(paths_in(folder))) == {"alice": 4, "bob": 8})
 
 
-def test_what_leaves_because_its_time_is_over_leaves_for_the_quota_too(start: StartTenants, folder: Path) -> None:
+def test_what_leaves_because_its_time_is_over_leaves_for_the_quota_too(
+    start: StartTenants, folder: Path
+) -> None:
     start({"alice": None, "bob": None}).store_of("alice", range(6))
     make_old(folder, "alice", 4, 2 * TTL_S)
     make_old(folder, "alice", 1, 3 * TTL_S)

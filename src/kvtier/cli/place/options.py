@@ -57,8 +57,8 @@ ConfigOption = Annotated[
     Path | None,
     typer.Option(
         "--config",
-        help="The settings of an engine, as kvtier doctor reads them: tells the tenants of requests of engines with its "
-        "tenant_salt.",
+        help="The settings of an engine, as kvtier doctor reads them: names the tenants of requests, of engines with "
+        "its tenant_salt.",
         show_default=False,
     ),
 ]

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated
@@ -173,8 +173,8 @@ def purge_place(
         began_s = time.monotonic()
         removed = measure(found, selection) if dry_run else remove(found, selection)
         took_s = time.monotonic() - began_s
-    for line in [] if number is None else describe_left_out(known, names, salt):
-        typer.echo(f"left as they are: {line}", err=True)
+    if number is not None:
+        say_left_out(known, names, salt)
     if as_json:
         report = {"blocks": removed.num, "bytes": removed.num_bytes, "dry_run": dry_run, "took_s": took_s}
         typer.echo(json.dumps(report | {"namespaces": None if names is None else list(names)}, indent=1))
@@ -182,6 +182,12 @@ def purge_place(
     verb = "would remove" if dry_run else "removed"
     size = size_in_words(removed.num_bytes)
     typer.echo(f"{verb} {counted(removed.num, 'block')}, {size}, in {duration_in_words(took_s)}")
+
+
+def say_left_out(known: Sequence[PlaceNamespace], names: Collection[str] | None, salt: str) -> None:
+    """Say on stderr in which namespaces a tenant was not looked for."""
+    for line in describe_left_out(known, names, salt):
+        typer.echo(f"left as they are: {line}", err=True)
 
 
 def check_selectors(*, has_selector: bool, is_all: bool) -> None:

@@ -88,9 +88,7 @@ def find_tenant(place: Place, known: Sequence[PlaceNamespace], tenant: str, salt
     return number if any(block.tenant == number for block in told) else None
 
 
-def describe_left_out(
-    known: Sequence[PlaceNamespace], names: Collection[str] | None, salt: str
-) -> list[str]:
+def describe_left_out(known: Sequence[PlaceNamespace], names: Collection[str] | None, salt: str) -> list[str]:
     """Return in which namespaces a tenant is not looked for, by name and salt, and what to do. Pure.
 
     Args:
@@ -101,15 +99,21 @@ def describe_left_out(
     chosen = [one for one in known if names is None or one.name in names]
     older = [one for one in chosen if _is_older(one)]
     encrypted = encrypted_names(chosen)
-    others = [one for one in chosen if one not in older and one.name not in encrypted and _tag(one) != tag_tenant(salt)]
+    others = [
+        one
+        for one in chosen
+        if one not in older and one.name not in encrypted and _tag(one) != tag_tenant(salt)
+    ]
     lines = []
     if others:
         of_others = f"{counted(len(others), 'namespace')} of engines with another tenant_salt, or without"
-        lines.append(f"{of_others}: the name has another number there, give --config FILE with their settings")
+        lines.append(
+            f"{of_others}: the name has another number there, give --config FILE with their settings"
+        )
     if older:
         lines.append(
-            f"{counted(len(older), 'namespace')} of an older layout, which no engine of this version reads: their blocks "
-            "are not told by tenant, remove them with --namespace"
+            f"{counted(len(older), 'namespace')} of an older layout, which no engine of this version reads: their "
+            "blocks are not told by tenant, remove them with --namespace"
         )
     return lines
 

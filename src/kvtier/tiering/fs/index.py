@@ -9,8 +9,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 
-from kvtier.base import OffloadKey, get_tenant_part
+from kvtier.base import OffloadKey
 from kvtier.departed import DepartedBlocks, Loss
+from kvtier.offload_keys import get_tenant_part
 from kvtier.tiering.kit.eviction_log import EvictionLog
 from kvtier.tiering.kit.tenant_counts import TenantCounts
 
