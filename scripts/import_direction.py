@@ -25,7 +25,6 @@ LAYERS: tuple[frozenset[str], ...] = (
             "registry",
             "namespace",
             "base",
-            "offload_keys",
             "cost_model",
             "locations",
             "misses",
@@ -71,7 +70,6 @@ SHARED_BY_TIERS = frozenset({"base", "kit"})
 TIER_FOUNDATIONS = frozenset(
     {
         "base",
-        "offload_keys",
         "config",
         "namespace",
         "errors",

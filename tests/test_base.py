@@ -24,7 +24,7 @@ from kvtier.base import (
 )
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.errors import KVCacheLayoutError
-from kvtier.offload_keys import get_tenant_part
+from kvtier.tenants import get_tenant_part
 from kvtier.tiering.kit.envelope import MAX_KEY_BYTES
 
 

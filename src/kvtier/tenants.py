@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
+from kvtier.base import GROUP_INDEX_BYTES, TENANT_BYTES, TENANT_MARK, TENANT_SUFFIX_BYTES, OffloadKey
 from kvtier.config import Settings
 from kvtier.errors import ConfigError, UnknownNameError
 from kvtier.hints.values import MAX_NAME_CHARS, RequestHints
 from kvtier.hints.values import TENANT as TENANT_PARAMETER
 from kvtier.namespace import digest_salt
-from kvtier.offload_keys import TENANT_BYTES, TENANT_MARK, OffloadKey, get_tenant_part
 from kvtier.quantities import parse_bytes
 
 OTHERS = "*"
@@ -80,6 +80,13 @@ def tenant_number(name: str, salt: str = "") -> int:
     ).digest()
     number = int.from_bytes(digest, "big")
     return number if number & TENANT_MARK else number | 1
+
+
+def get_tenant_part(tenant: int) -> tuple[slice, bytes]:
+    """Return where a key shows whether it is of ``tenant``, by its number, and what stands there then. Pure."""
+    if tenant == 0:
+        return slice(-GROUP_INDEX_BYTES, -1), bytes(GROUP_INDEX_BYTES - 1)
+    return slice(-TENANT_SUFFIX_BYTES, -1), tenant.to_bytes(TENANT_BYTES, "big")
 
 
 def _salt_key(salt: str) -> bytes:

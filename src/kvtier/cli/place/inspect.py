@@ -10,6 +10,7 @@ from typing import Any
 
 import typer
 
+from kvtier.base import TENANT_BYTES
 from kvtier.cli.output import size_in_words
 from kvtier.cli.place.options import (
     ConfigOption,
@@ -26,7 +27,6 @@ from kvtier.cli.place.options import (
 from kvtier.cli.place.request_tenants import RequestTenants, read_engine_settings
 from kvtier.errors import NamespaceDocumentError
 from kvtier.namespace import differences
-from kvtier.offload_keys import TENANT_BYTES
 from kvtier.tenants import make_tenants
 from kvtier.tiering.kit.place import Amount, Place, PlaceBlock, PlaceNamespace, PlaceSummary
 

@@ -11,7 +11,7 @@ from itertools import islice
 
 from kvtier.base import OffloadKey
 from kvtier.departed import DepartedBlocks, Loss
-from kvtier.offload_keys import get_tenant_part
+from kvtier.tenants import get_tenant_part
 from kvtier.tiering.kit.eviction_log import EvictionLog
 from kvtier.tiering.kit.tenant_counts import TenantCounts
 
