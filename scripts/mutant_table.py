@@ -205,7 +205,7 @@ MUTANTS = (
     Mutant(
         "a tenant is left out of the keys of its blocks",
         "tenants.py",
-        "        return Tenant(name, tenant_number(name), hash_key)\n",
+        "        return Tenant(name, self.number_of(name), hash_key)\n",
         "        return Tenant(name, 0, hash_key[:0])\n",
     ),
     Mutant(

@@ -4,6 +4,8 @@ from collections.abc import Collection
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvtier.base import (
     MAX_TENANT_NUMBER,
@@ -22,6 +24,8 @@ from kvtier.base import (
 )
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.errors import KVCacheLayoutError
+from kvtier.tenants import get_tenant_part
+from kvtier.tiering.kit.envelope import MAX_KEY_BYTES
 
 
 class MinimalManager(OffloadingManager):
@@ -39,24 +43,66 @@ class MinimalManager(OffloadingManager):
         return None
 
 
-@pytest.mark.parametrize("tenant", [0, 1, 256, MAX_TENANT_NUMBER])
-@pytest.mark.parametrize("group_idx", [0, 1, 255])
-@pytest.mark.parametrize("block_hash", [b"", b"\x00", bytes(range(32))])
-def test_a_key_gives_back_its_hash_group_and_tenant(block_hash: bytes, group_idx: int, tenant: int) -> None:
-    key = make_offload_key(block_hash, group_idx, tenant)
-    assert make_offload_keys([block_hash], group_idx, tenant) == [key]
-    assert (get_offload_block_hash(key), get_offload_group_idx(key)) == (block_hash, group_idx)
-    assert get_offload_tenant(key) == tenant
+HASHES = st.one_of(
+    st.sampled_from([b"", b"\x00", bytes(7), bytes(32), bytes(28) + b"\x00\x00\x00\x01"]),
+    st.binary(max_size=32),
+)
+NUMBERS = st.one_of(
+    st.sampled_from([1, 256, 2**24 + 1, 2**56 - 2**24 + 1, MAX_TENANT_NUMBER]),
+    st.integers(1, MAX_TENANT_NUMBER).filter(lambda number: number % 2**24 != 0),
+)
 
 
-def test_tenant_and_group_are_four_bytes_big_endian_at_the_end() -> None:
+@given(HASHES, st.one_of(st.just(0), NUMBERS))
+def test_a_key_gives_back_its_hash_group_and_tenant_for_every_group(block_hash: bytes, tenant: int) -> None:
+    for group_idx in range(256):
+        key = make_offload_key(block_hash, group_idx, tenant)
+        assert make_offload_keys([block_hash], group_idx, tenant) == [key]
+        assert (get_offload_block_hash(key), get_offload_group_idx(key)) == (block_hash, group_idx)
+        assert get_offload_tenant(key) == tenant
+
+
+@given(st.tuples(HASHES, NUMBERS), st.tuples(HASHES, NUMBERS))
+def test_what_shows_a_tenant_in_a_key_is_never_that_of_another_nor_of_none(
+    one: tuple[bytes, int], other: tuple[bytes, int]
+) -> None:
+    part, digits = get_tenant_part(one[1])
+    of_none, zeros = get_tenant_part(0)
+    for group_idx in (0, 1, 127, 255):
+        own, plain = make_offload_key(one[0], group_idx, one[1]), make_offload_key(one[0], group_idx)
+        assert own[part] == digits
+        assert plain[part] != digits
+        assert plain[of_none] == zeros
+        assert own[of_none] != zeros
+        assert (make_offload_key(other[0], group_idx, other[1])[part] == digits) is (one[1] == other[1])
+
+
+def test_without_a_tenant_the_group_is_four_bytes_big_endian_at_the_end_and_with_one_its_number_and_one() -> (
+    None
+):
     assert make_offload_key(b"hash", 2) == b"hash\x00\x00\x00\x02"
-    assert make_offload_key(b"hash", 2, 258) == b"hash\x00\x01\x02\x02"
+    assert make_offload_key(b"hash", 2, 258) == b"hash\x00\x00\x00\x00\x00\x01\x02\x02"
 
 
-@pytest.mark.parametrize(("group_idx", "tenant"), [(-1, 0), (256, 0), (0, -1), (0, MAX_TENANT_NUMBER + 1)])
-def test_a_group_or_tenant_that_does_not_fit_is_refused(group_idx: int, tenant: int) -> None:
-    with pytest.raises(OverflowError):
+def test_a_header_has_room_for_a_sha256_with_a_tenant() -> None:
+    assert len(make_offload_key(bytes(32), 255, MAX_TENANT_NUMBER)) == MAX_KEY_BYTES == 40
+
+
+@pytest.mark.parametrize(
+    ("group_idx", "tenant", "said"),
+    [
+        (-1, 0, "group_idx=-1"),
+        (256, 0, "group_idx=256: must be 0 to 255"),
+        (256, 1, "group_idx=256: must be 0 to 255"),
+        (0, -1, "tenant=-1"),
+        (0, MAX_TENANT_NUMBER + 1, "below 2\\^56"),
+        (0, 2**24, "no multiple of 2\\^24"),
+    ],
+)
+def test_a_group_or_tenant_that_does_not_fit_is_refused_in_words(
+    group_idx: int, tenant: int, said: str
+) -> None:
+    with pytest.raises(OverflowError, match=said):
         make_offload_key(b"hash", group_idx, tenant)
 
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     import torch
 
 OffloadKey = NewType("OffloadKey", bytes)
-"""Content hash of a block and of its whole prefix, then the KV group index. Bytes, not a tuple: millions of
-them must not burden the garbage collector."""
+"""Content hash of a block and of its whole prefix, its tenant's number if it has one, the KV group index. Bytes, not a
+tuple: millions of them must not burden the garbage collector."""
 
 TransferJobId = NewType("TransferJobId", int)
 """A job of the connector: device -> primary or primary -> device."""
@@ -38,31 +38,49 @@ BlockIds = npt.NDArray[np.int64]
 """Numbers of device blocks or slots, shape (num_blocks,)."""
 
 GROUP_INDEX_BYTES = 4
-"""Bytes behind the hash: three of the tenant's number, 0 without tenants of requests, and one of the group index."""
+"""Bytes behind the hash of a block without a tenant: the group index, below 256, so that the first three are zero."""
 
-MAX_TENANT_NUMBER = 2**24 - 1
+TENANT_BYTES = 7
+TENANT_SUFFIX_BYTES = TENANT_BYTES + 1
+"""Bytes behind the hash of a tenant's block, its number and the group: a header has room for them and a SHA-256."""
+
+MAX_TENANT_NUMBER = 2 ** (8 * TENANT_BYTES) - 1
+TENANT_MARK = 2**24 - 1
+"""Bits of a tenant's number that are never all zero, where a key without one has zeros: so a key tells which it is."""
+
+# Slices that are written out are made again for each key, which takes as long as the rest.
+_MARK, _TENANT = slice(-GROUP_INDEX_BYTES, -1), slice(-TENANT_SUFFIX_BYTES, -1)
+_PLAIN_HASH, _TENANTS_HASH = slice(-GROUP_INDEX_BYTES), slice(-TENANT_SUFFIX_BYTES)
+_NO_TENANT, _read_number = bytes(GROUP_INDEX_BYTES - 1), int.from_bytes
 
 
 def make_offload_key(block_hash: bytes, group_idx: int, tenant: int = 0) -> OffloadKey:
-    """Return the key of a block. Pure.
-
-    Args:
-        block_hash: content hash of the block and of its whole prefix.
-        group_idx: KV group, below 256.
-        tenant: number of the request's tenant, at most MAX_TENANT_NUMBER; 0 for none.
-    """
+    """Return the key of a block with that content hash; otherwise as ``make_offload_keys``. Pure."""
     return make_offload_keys((block_hash,), group_idx, tenant)[0]
 
 
 def make_offload_keys(block_hashes: Iterable[bytes], group_idx: int, tenant: int = 0) -> list[OffloadKey]:
-    """Return the key of each block of one group, in order; arguments as of ``make_offload_key``. Pure."""
-    suffix = tenant.to_bytes(GROUP_INDEX_BYTES - 1, "big") + group_idx.to_bytes(1, "big")
+    """Return the key of each block of one group, in order. Pure.
+
+    Args:
+        block_hashes: content hashes, each of a block and of its whole prefix.
+        group_idx: KV group, below 256.
+        tenant: number of the request's tenant (``kvtier.tenants.tenant_number``); 0 for none.
+
+    Raises:
+        OverflowError: the group or the number is none of these.
+    """
+    if not 0 <= group_idx < 256:
+        raise OverflowError(f"group_idx={group_idx}: must be 0 to 255, a key has one byte for it")
+    if tenant and not (tenant & TENANT_MARK and 0 < tenant <= MAX_TENANT_NUMBER):
+        raise OverflowError(f"tenant={tenant}: must be 0, or below 2^56 and no multiple of 2^24")
+    suffix = (tenant << 8 | group_idx).to_bytes(TENANT_SUFFIX_BYTES if tenant else GROUP_INDEX_BYTES, "big")
     return [OffloadKey(block_hash + suffix) for block_hash in block_hashes]
 
 
 def get_offload_block_hash(key: OffloadKey) -> bytes:
     """Return the content hash that ``key`` was made from. Pure."""
-    return key[:-GROUP_INDEX_BYTES]
+    return key[_PLAIN_HASH if key[_MARK] == _NO_TENANT else _TENANTS_HASH]
 
 
 def get_offload_group_idx(key: OffloadKey) -> int:
@@ -72,7 +90,7 @@ def get_offload_group_idx(key: OffloadKey) -> int:
 
 def get_offload_tenant(key: OffloadKey) -> int:
     """Return the number of the tenant that ``key`` was made for; 0 for none. Pure."""
-    return int.from_bytes(key[-GROUP_INDEX_BYTES:-1], "big")
+    return 0 if key[_MARK] == _NO_TENANT else _read_number(key[_TENANT])
 
 
 @dataclass(eq=False, slots=True)

@@ -2,8 +2,9 @@
 
 An engine that serves several tenants names them in its setting ``tenants``; a request names its own in
 ``kv_transfer_params["tenant"]``. A tenant's blocks have keys that no other tenant's request makes: the content hash is
-made anew with a key of the tenant, so that prompts that are equal have different hashes, and three bytes behind it
-have the tenant's number, by which places count, purge and evict.
+made anew with a key of the tenant, so that prompts that are equal have different hashes, and seven bytes behind it
+have the tenant's number, by which places count, purge and evict. Both are keyed with the engine's ``tenant_salt``: who
+may choose names must not find one whose number is that of another tenant.
 
 Without the setting there are no tenants of requests, and nothing of this is called.
 """
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from kvtier.base import GROUP_INDEX_BYTES, OffloadKey
+from kvtier.base import GROUP_INDEX_BYTES, TENANT_BYTES, TENANT_MARK, TENANT_SUFFIX_BYTES, OffloadKey
 from kvtier.config import Settings
 from kvtier.errors import ConfigError, UnknownNameError
 from kvtier.hints.values import MAX_NAME_CHARS, RequestHints
@@ -64,14 +65,33 @@ NO_TENANT = Tenant("", 0, b"")
 """The tenant of requests that name none, and of every request without the setting."""
 
 
-def tenant_number(name: str) -> int:
-    """Return the number of a tenant, 1 to 2^24 - 1. Pure.
+def tenant_number(name: str, salt: str = "") -> int:
+    """Return the number of a tenant, below 2^56 and no multiple of 2^24. Pure; a new salt takes a tenth of a second.
 
-    Numbers of different names may be equal: one in 16 million pairs. They share what goes by number: accounting, quota,
-    purge. Their blocks stay apart all the same.
+    Two names with one number would share what goes by number: accounting, quota, purge. Their blocks would stay apart.
+    With a salt no name can be searched for that has the number of another; without one that takes 2^56 tries.
+
+    Args:
+        name: of the tenant.
+        salt: the engine's ``tenant_salt``; empty for none.
     """
-    digest = hashlib.blake2b(name.encode(), digest_size=3, person=b"kvtier tenant").digest()
-    return int.from_bytes(digest, "big") or 1
+    digest = hashlib.blake2b(
+        name.encode(), digest_size=TENANT_BYTES, key=_salt_key(salt), person=b"kvtier tenant"
+    ).digest()
+    number = int.from_bytes(digest, "big")
+    return number if number & TENANT_MARK else number | 1
+
+
+def get_tenant_part(tenant: int) -> tuple[slice, bytes]:
+    """Return where a key shows whether it is of ``tenant``, by its number, and what stands there then. Pure."""
+    if tenant == 0:
+        return slice(-GROUP_INDEX_BYTES, -1), bytes(GROUP_INDEX_BYTES - 1)
+    return slice(-TENANT_SUFFIX_BYTES, -1), tenant.to_bytes(TENANT_BYTES, "big")
+
+
+def _salt_key(salt: str) -> bytes:
+    # The slow digest: what is made with it, and names show, must not confirm a guessed salt at once.
+    return bytes.fromhex(digest_salt(salt)) if salt else b""
 
 
 def salt_hash(block_hash: bytes, key: bytes) -> bytes:
@@ -95,11 +115,13 @@ class OtherKeys(Collection[OffloadKey]):
     def __init__(
         self, tenant: int | None, kept: tuple[Collection[OffloadKey], Collection[OffloadKey]]
     ) -> None:
-        self._digits = None if tenant is None else tenant.to_bytes(GROUP_INDEX_BYTES - 1, "big")
+        self._part: slice | None = None
+        if tenant is not None:
+            self._part, self._digits = get_tenant_part(tenant)
         self._named, self._protected = kept
 
     def __contains__(self, key: object) -> bool:
-        is_other = self._digits is not None and key[-GROUP_INDEX_BYTES:-1] != self._digits  # type: ignore[index]
+        is_other = self._part is not None and key[self._part] != self._digits  # type: ignore[index]
         return is_other or key in self._named or key in self._protected
 
     def __iter__(self) -> Iterator[OffloadKey]:
@@ -140,13 +162,9 @@ class Tenants:
     names: Mapping[int, str] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        names: dict[int, str] = {}
-        for name in self.by_name:
-            other = names.setdefault(tenant_number(name), name)
-            if other != name:
-                remedy = f"has the number of {_show(other)}: give one of the two another name"
-                raise ConfigError("tenants", name, remedy, max_value_chars=MAX_SHOWN_CHARS)
-        object.__setattr__(self, "names", MappingProxyType(names))
+        object.__setattr__(
+            self, "names", MappingProxyType({self.number_of(name): name for name in self.by_name})
+        )
 
     def find(self, params: Mapping[str, object] | None, hints: RequestHints) -> Tenant | None:
         """Return the tenant of a request; None where kvtier neither loads nor stores for it.
@@ -168,12 +186,14 @@ class Tenants:
 
     def make(self, name: str) -> Tenant:
         """Return the tenant of a valid name. Pure; with a new salt it takes a tenth of a second, once."""
-        # The slow digest: block names in a tier must not confirm a guessed salt at once.
-        key = bytes.fromhex(digest_salt(self.salt)) if self.salt else b""
         hash_key = hashlib.blake2b(
-            name.encode(), digest_size=HASH_KEY_BYTES, key=key, person=b"kvtier hash key"
+            name.encode(), digest_size=HASH_KEY_BYTES, key=_salt_key(self.salt), person=b"kvtier hash key"
         ).digest()
-        return Tenant(name, tenant_number(name), hash_key)
+        return Tenant(name, self.number_of(name), hash_key)
+
+    def number_of(self, name: str) -> int:
+        """Return the number of the tenant of that name. Pure."""
+        return tenant_number(name, self.salt)
 
     def label_of(self, number: int) -> str:
         """Return the name under which a tenant's blocks are counted: its own where it is listed. Pure."""
@@ -237,7 +257,7 @@ def make_tenants(settings: Settings) -> Tenants | None:
     """Return the tenants that an engine's setting ``tenants`` names; None where it is not set.
 
     Raises:
-        ConfigError: the setting is no mapping of names to settings, or two names have one number.
+        ConfigError: the setting is no mapping of names to settings.
         UnknownNameError: a tenant has an unknown setting, or a quota in a tier that the engine does not have.
     """
     if settings.tenants is None:

@@ -30,9 +30,9 @@ def ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def of_acme(number: int) -> OffloadKey:
+def of_acme(number: int, salt: str = "") -> OffloadKey:
     """Return the key of a block of the tenant."""
-    return make_offload_key(number.to_bytes(32, "big"), 0, tenant_number("acme"))
+    return make_offload_key(number.to_bytes(32, "big"), 0, tenant_number("acme", salt))
 
 
 def entry_of(kind: str, directory: Path) -> dict[str, object]:
@@ -54,13 +54,14 @@ def place_of(kind: str, directory: Path) -> str:
     }[kind]
 
 
-def fill(kind: str, directory: Path, *, is_encrypting: bool = True) -> None:
+def fill(kind: str, directory: Path, *, is_encrypting: bool = True, salt: str = "") -> None:
     """Store two blocks of the tenant and three of nobody's in a tier."""
-    extra = {"encryption": True} if is_encrypting else {}
+    extra: dict[str, object] = {"encryption": True} if is_encrypting else {}
+    extra |= {"tenant_salt": salt} if salt else {}
     rows = make_rows()
     tier = create_secondary_tier(entry_of(kind, directory), rows, replace(make_config(), extra_config=extra))
     driver = TierDriver(tier, rows)
-    for job, keys in enumerate(([of_acme(1), of_acme(2)], [key_of(1), key_of(2), key_of(3)])):
+    for job, keys in enumerate(([of_acme(1, salt), of_acme(2, salt)], [key_of(1), key_of(2), key_of(3)])):
         slots = np.arange(len(keys))
         tier.submit_store(
             JobMetadata(JobId(job), tuple(keys), slots, is_promotion=False, req_context=driver.request)
@@ -167,6 +168,39 @@ def test_a_proof_that_opens_a_block_ends_with_status_one(
     assert "2 blocks of the tenant" in (shown := capsys.readouterr().out)
     assert "2 opened" in shown
     assert not fresh.exists()
+
+
+def test_a_proof_knows_the_tenants_of_engines_with_a_salt_by_their_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(KEY_FILE_VARIABLE, str(tmp_path / "ring.json"))
+    assert main(["keys", "create"]) == 0
+    fill("fs", tmp_path, salt="geheim")  # with the default entry: the tenant has none yet
+    assert main(["keys", "rotate", "--tenant", "acme"]) == 0
+    fill("fs", tmp_path / "own", salt="geheim")
+    config = tmp_path / "engine.json"
+    config.write_text(json.dumps({"tenant_salt": "geheim", "tenants": {"*": {}}}))
+    places = [str(tmp_path / "fs"), str(tmp_path / "own" / "fs")]
+    prove = [
+        "keys",
+        "drop",
+        "--tenant",
+        "acme",
+        "--json",
+        *(word for place in places for word in ("--prove", place)),
+    ]
+
+    def proven(*options: str) -> tuple[int, list[tuple[int, int]]]:
+        capsys.readouterr()
+        status = main([*prove, *options])
+        found = json.loads(capsys.readouterr().out)
+        return status, [(found[place]["blocks_of_tenant"], found[place]["opened"]) for place in places]
+
+    assert proven("--config", str(config)) == (1, [(2, 2), (2, 0)]), (
+        "the default entry opens what it has encrypted"
+    )
+    assert proven() == (0, [(0, 0), (2, 0)])
+    assert main(["keys", "list", "--config", str(config)]) == 2
 
 
 def test_a_dropped_tenant_can_be_proven_again(
@@ -291,7 +325,7 @@ def tenants_in(place: str, capsys: pytest.CaptureFixture[str], *options: str) ->
     capsys.readouterr()
     assert main(["inspect", place, "--json", *options]) == 0
     found = json.loads(capsys.readouterr().out)["namespaces"]
-    return {one["number"]: one["blocks"] for namespace in found for one in namespace["tenants"]}
+    return {int(one["number"], 16): one["blocks"] for namespace in found for one in namespace["tenants"]}
 
 
 @pytest.mark.parametrize("kind", ["fs", "slab", "obj"])

@@ -19,7 +19,7 @@ from tests.connector.fakes import (
     report_jobs,
 )
 
-from kvtier.base import OffloadKey, get_offload_tenant
+from kvtier.base import OffloadKey, get_offload_block_hash, get_offload_tenant
 from kvtier.config import GroupKind, KVGroup
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.cpu.manager import CPUOffloadingManager
@@ -82,8 +82,9 @@ def test_two_tenants_with_one_prompt_find_only_their_own() -> None:
     assert [site.serve("alice"), site.serve("bob")] == [16, 16]
     assert {get_offload_tenant(key) for key in site.held} == {tenant_number("alice"), tenant_number("bob")}
     # The numbers aside, the hashes differ too.
-    assert len({key[:-4] for key in site.held}) == 8
-    assert not {key[:-4] for key in site.held} & {key[:-4] for key in keys_of(PROMPT)}
+    hashes = set(map(get_offload_block_hash, site.held))
+    assert len(hashes) == 8
+    assert not hashes & set(map(get_offload_block_hash, keys_of(PROMPT)))
 
 
 def test_without_the_setting_a_tenant_is_a_hint_and_keys_are_as_ever() -> None:
@@ -135,8 +136,29 @@ def test_each_group_of_a_hybrid_model_keeps_tenants_apart() -> None:
     assert [site.serve("alice"), site.serve("bob")] == [16, 16]
 
 
+@pytest.mark.parametrize(
+    ("tenants", "salt", "num_said"),
+    [
+        ({"*": {}}, "", 1),
+        ({"*": {}, "alice": {}}, "", 1),
+        ({"*": {}}, "s", 0),
+        ({"alice": {}}, "", 0),
+        (None, "", 0),
+    ],
+)
+def test_names_that_anybody_may_choose_without_a_salt_are_one_warning_for_an_engine(
+    tenants: object, salt: str, num_said: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    site = Site(tenants, tenant_salt=salt)
+    site.serve("bob")
+    site.serve("bob")
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(said) == num_said
+    assert all("tenant_salt" in line and "search" in line for line in said)
+
+
 def test_two_tenants_with_one_cache_salt_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    site = Site({"*": {}})
+    site = Site({"*": {}}, tenant_salt="s")
 
     def send(name: str, tenant: str, salt: str | None) -> None:
         request = SaltedRequest(name, PROMPT, {"tenant": tenant}, cache_salt=salt)
@@ -155,7 +177,7 @@ def test_two_tenants_with_one_cache_salt_are_warned_of_once(caplog: pytest.LogCa
 
 
 def test_two_tenants_without_cache_salt_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    site = Site({"*": {}})
+    site = Site({"*": {}}, tenant_salt="s")
     for name in ("alice", "bob"):
         site.half.get_num_new_matched_tokens(SaltedRequest(name, PROMPT, {"tenant": name}), 0)
     [record] = caplog.records

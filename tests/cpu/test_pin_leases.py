@@ -252,6 +252,14 @@ class PinnedCache(RuleBasedStateMachine):
             end_s = self.clock() + lease_s
             self.ends_s[one] = max(end_s, self.ends_s.get(one, end_s))
 
+    @rule(numbers=st.lists(st.integers(0, 40), min_size=1, max_size=4), lease_s=st.sampled_from([1.0, 5.0]))
+    def pin_for_request(self, numbers: list[int], lease_s: float) -> None:
+        before = self.manager.leases.client_ends_s.copy()
+        self.manager.note_request([keys(*numbers)], ReqContext("pins", {"pin_s": lease_s}))
+        for one, end_s in self.manager.leases.client_ends_s.items():
+            if end_s != before.get(one):
+                self.ends_s[one] = max(end_s, self.ends_s.get(one, end_s))
+
     @rule(numbers=numbers)
     def unpin(self, numbers: list[int]) -> None:
         self.manager.unpin(keys(*numbers))

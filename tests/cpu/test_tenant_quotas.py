@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.tiering.tenant_driver import COLLIDING_NAME
 
 from kvtier.base import OffloadKey, ReqContext, get_offload_tenant, make_offload_key
 from kvtier.cpu.manager import CPUOffloadingManager
@@ -103,6 +104,22 @@ def test_a_store_that_is_partly_within_the_quota_takes_the_rest_from_anybody() -
     assert len(evicted) == 3
     assert [get_offload_tenant(key) for key in evicted[:2]] == [ALICE, ALICE]
     assert held(manager, ALICE) <= 5
+    manager.check()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_name_that_was_searched_for_takes_nothing_of_the_tenant_that_it_was_to_hit(policy: str) -> None:
+    quota = {"quota_bytes": {"host": 4 * BLOCK_BYTES}}
+    tenants = parse_tenants({"alice": quota, "*": quota}, "", ("host",))
+    manager = CPUOffloadingManager(12, policy, tenants=tenants, block_bytes=BLOCK_BYTES)
+    alices = keys_of(ALICE, *range(4))
+    store(manager, alices)
+    store(manager, keys_of(tenant_number(COLLIDING_NAME), *range(10, 18)))
+    assert store(manager, keys_of(BOB, *range(20, 24))) is not None
+    assert all(map(manager.is_ready, alices)), "whose quota was not full"
+    manager.purge(None, tenant_number(COLLIDING_NAME))
+    assert all(map(manager.is_ready, alices))
+    assert held(manager, tenant_number(COLLIDING_NAME)) == 0
     manager.check()
 
 

@@ -30,8 +30,10 @@ from kvtier.observe.control_commands import (
     PromptPrefix,
     make_command,
     read_prefix,
+    read_purged_tenant,
 )
 from kvtier.observe.control_wire import Message
+from kvtier.tenants import parse_tenants, tenant_number
 from kvtier.testing.tiering_driver import TieringDriver
 from kvtier.tiering.base import (
     BackendPurger,
@@ -383,3 +385,10 @@ def test_a_failing_command_ends_neither_the_engine_nor_the_socket(
     assert "a command of the control socket failed" in caplog.text
     assert engine.step(FakeStep()) is not None
     assert engine.ask("hello")["ok"]
+
+
+@pytest.mark.parametrize("salt", ["", "geheim"])
+def test_a_purge_names_a_tenant_by_the_number_that_its_keys_have(salt: str) -> None:
+    tenants = parse_tenants({"alice": {}}, salt, ())
+    number = read_purged_tenant({"tenant": "alice"}, tenants)
+    assert number == tenants.make("alice").number == tenant_number("alice", salt)

@@ -4,15 +4,25 @@ from abc import abstractmethod
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from kvtier.base import OffloadKey
+from kvtier.base import JobId, OffloadKey, make_offload_key
 from kvtier.config import OffloadingConfig
-from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, TierSuite, content_of, key_of, make_config
-from kvtier.tiering.base import SecondaryTierManager
+from kvtier.tenants import tenant_number
+from kvtier.testing.tier_suite import (
+    ROW_BYTES,
+    SPOILT,
+    TierDriver,
+    TierSuite,
+    content_of,
+    key_of,
+    make_config,
+)
+from kvtier.tiering.base import JobMetadata, SecondaryTierManager
 from kvtier.tiering.kit.block_format import BlockFormat
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, make_header
-from kvtier.tiering.kit.key_ring import KeyRing, add_entry, make_ring, read_ring, write_ring
+from kvtier.tiering.kit.key_ring import KeyRing, add_entry, drop_tenant, make_ring, read_ring, write_ring
 
 pytest.importorskip("cryptography")
 
@@ -27,6 +37,18 @@ def format_of_tier(tier: SecondaryTierManager) -> BlockFormat:
     namespace = tier._namespace  # type: ignore[attr-defined]
     found: BlockFormat = namespace.format
     return found
+
+
+def _move(driver: TierDriver, keys: list[OffloadKey], slots: range, *, is_promotion: bool) -> set[OffloadKey]:
+    """Store blocks from slots, or load them into slots; return those that have arrived."""
+    job_id = driver._next_job_id
+    driver._next_job_id += 1
+    job = JobMetadata(
+        JobId(job_id), tuple(keys), np.array(slots, dtype=np.int64), is_promotion, driver.request
+    )
+    (driver.tier.submit_load if is_promotion else driver.tier.submit_store)(job)
+    result = driver.wait(job_id)
+    return set(keys) if result.success else set(result.successful_keys or ())
 
 
 class EncryptedSuite(TierSuite):
@@ -94,6 +116,21 @@ class EncryptedSuite(TierSuite):
                 assert driver.load_right([1, 2, 3]) == {1, 2, 3}
 
     keeps_blocks_after_its_end = True
+
+    @pytest.mark.parametrize("salt", ["", "a salt"])
+    def test_a_tenant_without_a_key_costs_others_no_block_of_a_job(self, tmp_path: Path, salt: str) -> None:
+        write_ring(self.ring, drop_tenant(add_entry(read_ring(self.ring), "acme", 2.0), "acme"))
+        acme = tenant_number("acme", salt)
+        gone = [make_offload_key(bytes([number]) * 32, 0, acme) for number in (1, 2)]
+        keys, others = [gone[0], key_of(5), gone[1], key_of(6)], {key_of(5), key_of(6)}
+        config = replace(make_config(), extra_config={"tenant_salt": salt})
+        with self.drive(tmp_path, config) as driver:
+            driver.place([7, 5, 8, 6], range(4))
+            assert _move(driver, keys, range(4), is_promotion=False) == others
+            driver.rows[:] = SPOILT
+            assert _move(driver, keys, range(4, 8), is_promotion=True) == others
+            driver.require_right([(5, 5), (6, 7)])
+            assert np.all(driver.rows[[4, 6]] == SPOILT)
 
     def test_what_is_kept_shows_neither_key_nor_bytes(self, driver: TierDriver) -> None:
         driver.store([1])

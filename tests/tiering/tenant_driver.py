@@ -14,6 +14,9 @@ from kvtier.tiering.base import JobMetadata
 NAMES = ("alice", "bob", "carol")
 NAME_OF = {tenant_number(name): name for name in NAMES} | {0: ""}
 
+COLLIDING_NAME = "mallory-11628364"
+"""A name that was searched for, in half a minute: three bytes of its unkeyed digest are those of "alice"."""
+
 
 def key_of_tenant(name: str, number: int) -> OffloadKey:
     """Return the key of a tenant's block; "" is no tenant."""

@@ -7,7 +7,7 @@ so, and those whose header names a dropped entry of its own.
 import json
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +16,8 @@ import typer
 
 from kvtier.base import OffloadKey
 from kvtier.cli.output import size_in_words
-from kvtier.cli.place.options import JsonOption, counted, printable
+from kvtier.cli.place.options import ConfigOption, JsonOption, counted, printable
+from kvtier.cli.place.request_tenants import read_engine_settings
 from kvtier.config import KEY_FILE_VARIABLE
 from kvtier.errors import ConfigError
 from kvtier.settings import absolute_path
@@ -67,6 +68,7 @@ def keys(
             help="With drop: try to open every block of the tenant in this place; may be given several times.",
         ),
     ] = None,
+    config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Manage the key ring of encrypted tiers. Exit status 1 when a proof opened a block.
@@ -77,10 +79,8 @@ def keys(
         KVTierError: the ring or a place cannot be used, or the options do not fit together.
     """
     path = find_key_file(key_file)
-    if (action is Action.DROP) != (tenant is not None) and action in (Action.DROP, Action.LIST):
-        raise ConfigError("--tenant", tenant, f"is needed by drop and not by list; this is {action.value}")
-    if prove and action is not Action.DROP:
-        raise ConfigError("--prove", prove, "goes with drop", max_value_chars=80)
+    check_options(action, tenant, prove or (), config)
+    salt = "" if config is None else read_engine_settings(config).tenant_salt
     if action is Action.LIST:
         ring = read_ring(path)
         _print_ring(ring, "\n".join(to_lines(ring)), as_json=as_json)
@@ -93,7 +93,7 @@ def keys(
         return
     assert tenant is not None, "checked above"
     typer.echo(f"{path}: the keys of tenant {printable(tenant)!r} are gone", err=as_json)
-    proofs = {where: prove_dropped(ring, tenant, where) for where in prove or ()}
+    proofs = {where: prove_dropped(ring, tenant, where, salt) for where in prove or ()}
     if as_json:
         typer.echo(json.dumps({where: proof.to_json() for where, proof in proofs.items()}, indent=1))
     else:
@@ -101,6 +101,20 @@ def keys(
             typer.echo(f"{where}: {proof.in_words()}")
     if any(proof.num_opened for proof in proofs.values()):
         raise typer.Exit(1)
+
+
+def check_options(action: Action, tenant: str | None, prove: Sequence[str], config: Path | None) -> None:
+    """Refuse options that do not go with the action. Pure.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    if (action is Action.DROP) != (tenant is not None) and action in (Action.DROP, Action.LIST):
+        raise ConfigError("--tenant", tenant, f"is needed by drop and not by list; this is {action.value}")
+    if prove and action is not Action.DROP:
+        raise ConfigError("--prove", list(prove), "goes with drop", max_value_chars=80)
+    if config is not None and not prove:
+        raise ConfigError("--config", str(config), "goes with --prove", max_value_chars=80)
 
 
 def find_key_file(given: str | None) -> Path:
@@ -149,7 +163,7 @@ class Proof:
 
     Args:
         opener: the ring's keys.
-        tenant: whose blocks.
+        number: of the tenant.
         dropped: numbers of its entries that were dropped.
 
     Attributes:
@@ -159,9 +173,9 @@ class Proof:
         num_read: encrypted blocks that were read, of any tenant.
     """
 
-    def __init__(self, opener: "BlockOpener", tenant: str, dropped: Collection[int]) -> None:
+    def __init__(self, opener: "BlockOpener", number: int, dropped: Collection[int]) -> None:
         self._opener = opener
-        self._number = tenant_number(tenant)
+        self._number = number
         self._dropped = frozenset(dropped)
         self.num_blocks = 0
         self.num_bytes = 0
@@ -213,15 +227,22 @@ class Proof:
         }
 
 
-def prove_dropped(ring: KeyRing, tenant: str, where: str) -> Proof:
+def prove_dropped(ring: KeyRing, tenant: str, where: str, salt: str = "") -> Proof:
     """Try to open each block of a tenant in a place with every key that is left.
+
+    Args:
+        ring: the ring.
+        tenant: the name.
+        where: the place.
+        salt: ``tenant_salt`` of the engines whose tenant it is. Without it only those of its blocks are found that its
+            own keys have encrypted.
 
     Raises:
         KVTierError: the place cannot be read.
     """
     from kvtier.tiering.kit.encryption import BlockOpener
 
-    proof = Proof(BlockOpener(ring), tenant, ring.dropped.get(tenant, ()))
+    proof = Proof(BlockOpener(ring), tenant_number(tenant, salt), ring.dropped.get(tenant, ()))
     place = open_place(where)
     try:
         proof.read(place)

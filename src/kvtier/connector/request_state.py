@@ -32,10 +32,10 @@ from kvtier.connector.request_limits import (
     RequestLimits,
     parse_request_limits,
 )
-from kvtier.connector.tenant_finder import TenantFinder
+from kvtier.connector.tenant_finder import TenantFinder, make_tenant_finder
 from kvtier.hints.envelope import add_envelope
 from kvtier.misses import Miss, MissedRun
-from kvtier.tenants import NO_TENANT, Tenant, make_tenants, salt_hash
+from kvtier.tenants import NO_TENANT, Tenant, salt_hash
 
 logger = logging.getLogger(__name__)
 
@@ -416,12 +416,11 @@ def make_state_maker(config: OffloadingConfig, num_groups: int) -> Callable[...,
     Raises:
         ConfigError, UnknownNameError: the setting ``tenants`` cannot work.
     """
-    tenants = make_tenants(config.settings)
     return partial(
         make_request_state,
         num_groups=num_groups,
         is_prompt_only=config.settings.offload_prompt_only,
-        tenants=None if tenants is None else TenantFinder(tenants),
+        tenants=make_tenant_finder(config.settings),
     )
 
 

@@ -1,4 +1,4 @@
-"""Finds the tenant of each arriving request, and warns once where vLLM does not keep two of them apart.
+"""Finds the tenant of each arriving request, and warns once where two of them could be taken for one another.
 
 Under vLLM ``cache_salt`` alone separates tenants on the device. A request shows its own, so two tenants that send the
 same one are seen here.
@@ -8,9 +8,10 @@ import logging
 from collections.abc import Mapping
 from hashlib import blake2b
 
+from kvtier.config import Settings
 from kvtier.connector.protocols import Request
 from kvtier.hints.values import RequestHints
-from kvtier.tenants import Tenant, Tenants
+from kvtier.tenants import OTHERS, Tenant, Tenants, make_tenants
 
 logger = logging.getLogger(__name__)
 
@@ -58,3 +59,22 @@ class TenantFinder:
                 "keep apart: send another cache_salt with each tenant's requests",
                 "the same cache_salt" if salt else "requests without cache_salt",
             )
+
+
+def make_tenant_finder(settings: Settings) -> TenantFinder | None:
+    """Return what finds the tenants that an engine's settings name; None where its requests have none.
+
+    Raises:
+        ConfigError, UnknownNameError: the setting ``tenants`` cannot work.
+    """
+    tenants = make_tenants(settings)
+    if tenants is None:
+        return None
+    if tenants.others is not None and not tenants.salt:
+        logger.warning(
+            'tenants serves any name ("%s") and tenant_salt is not set: who may choose a name can search, in 2^56 '
+            "tries, for one that shares another tenant's quota and purges: set tenant_salt, a secret; blocks that were "
+            "stored before are not found then",
+            OTHERS,
+        )
+    return TenantFinder(tenants)

@@ -91,13 +91,13 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         self._get_block = self.table.get_block
         self._policy = policy
         self._clock = clock
-        self.leases = PinLeases(self.table, clock)
         self.lifetimes: BlockLifetimes | None = None
         if ttl_s is not None:
             self.lifetimes = BlockLifetimes(ttl_s, clock)
             self.find = self._find_alive  # type: ignore[method-assign]  # without lifetimes no lookup asks for one
         self.tenant_blocks = None if tenants is None else TenantBlocks(self.table, tenants, block_bytes)
         self._quotas = self.tenant_blocks if self.tenant_blocks and self.tenant_blocks.has_quotas else None
+        self.leases = PinLeases(self.table, clock, self._quotas)
         self.table.listeners = tuple(one for one in (self.lifetimes, self.tenant_blocks) if one is not None)
         self._learner = policy if isinstance(policy, RequestLearner) else None
         self.admission: AdmissionControl | None = policy if isinstance(policy, AdmissionControl) else None
@@ -141,7 +141,7 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         if self.leases.ends_s:
             self.leases.expire()
         if params and (pin_s := req_context.hints.pin_s):
-            self.leases.pin_as_many_as_fit(chain.from_iterable(chains), pin_s)
+            self.leases.pin_for_request(chain.from_iterable(chains), pin_s)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         answer = self.find(key, req_context)

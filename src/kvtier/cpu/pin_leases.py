@@ -1,19 +1,30 @@
 """Blocks that are kept from eviction until a time: each has one hold in the block table while its lease lasts.
 
 A hold takes effect when its block is ready, so a block may be pinned before it is in host memory. At most a tenth of
-the slots may be held so: a cache that cannot evict stores nothing new.
+the slots may be held so: a cache that cannot evict stores nothing new. Of these, three quarters are for requests at
+most, and of those a tenant has no more than its quota of host memory has blocks: the rest is left to operators, so
+that no request pins everything. A block that both have pinned counts for both until each lease has ended.
 """
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
-from kvtier.base import OffloadKey
+from kvtier.base import OffloadKey, get_offload_tenant
 from kvtier.cpu.block_table import BlockTable
+from kvtier.cpu.tenant_quotas import TenantBlocks
 from kvtier.errors import InvariantError, PinLimitError
 from kvtier.operating import PinnedBlocks
+
+logger = logging.getLogger(__name__)
 
 LIMIT_DIVISOR = 10
 """A tenth of the slots may be pinned, by operators and clients together: names of clients can be made up. More takes
 from every other request what one wants for his; less would not keep a few long prompts of a small cache."""
+
+CLIENT_QUARTERS = 3
+"""Quarters of that which requests may pin, all together. With all four a single request leaves an operator none for a
+day; with fewer the prompts that clients name lose to none that an operator may never name."""
 
 NEVER_S = float("inf")
 
@@ -24,19 +35,32 @@ class PinLeases:
     Args:
         table: the blocks.
         clock: seconds, monotonic.
+        quotas: those of tenants; None where there are none.
 
     Attributes:
         limit: blocks that may have a lease.
+        client_limit: of these, how many requests may pin.
         ends_s: the clock's reading at the end of each lease. INVARIANT: each key has one hold of its own in the table.
+        client_ends_s: the same of those that requests have pinned. INVARIANT: each has an entry in ``ends_s`` that does
+            not end before.
         next_end_s: not after the earliest of them; infinite when there is none.
-        num_refused: blocks that clients asked for beyond the limit.
+        num_refused: blocks that clients asked for beyond the limits.
     """
 
-    def __init__(self, table: BlockTable, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        table: BlockTable,
+        clock: Callable[[], float],
+        quotas: TenantBlocks | None = None,
+    ) -> None:
         self._table = table
         self._clock = clock
+        self._quotas = quotas
         self.limit = max(1, table.num_blocks // LIMIT_DIVISOR)
+        self.client_limit = self.limit * CLIENT_QUARTERS // 4
         self.ends_s: dict[OffloadKey, float] = {}
+        self.client_ends_s: dict[OffloadKey, float] = {}
+        self._num_of_tenant: Counter[int] = Counter()
         self.next_end_s = NEVER_S
         self.num_refused = 0
 
@@ -47,28 +71,41 @@ class PinLeases:
             PinLimitError: there would be more than ``limit`` leases; nothing has changed.
         """
         self.expire()
-        ends_s = self.ends_s
         distinct = dict.fromkeys(keys)
-        new = [key for key in distinct if key not in ends_s]
-        if len(ends_s) + len(new) > self.limit:
-            raise PinLimitError(len(new), len(ends_s), self.limit)
-        end_s = self._clock() + lease_s
-        for key in new:
-            self._table.hold(key)
-        for key in distinct:
-            ends_s[key] = max(end_s, ends_s.get(key, end_s))
-        if distinct:
-            self.next_end_s = min(self.next_end_s, end_s)
+        num_new = sum(key not in self.ends_s for key in distinct)
+        if len(self.ends_s) + num_new > self.limit:
+            raise PinLimitError(num_new, len(self.ends_s), self.limit)
+        self._hold(distinct, self._clock() + lease_s)
         num_ready = len(self._table.ready_among(distinct))
-        return PinnedBlocks(len(distinct), num_ready, len(ends_s), self.limit)
+        return PinnedBlocks(len(distinct), num_ready, len(self.ends_s), self.limit)
 
-    def pin_as_many_as_fit(self, keys: Iterable[OffloadKey], lease_s: float) -> None:
-        """Do what ``pin`` does for the first of ``keys`` that the limit allows, and count the others."""
+    def pin_for_request(self, keys: Iterable[OffloadKey], lease_s: float) -> None:
+        """Do what ``pin`` does for the first of one request's ``keys`` that the limits allow, and count the others."""
+        self.expire()
         distinct = list(dict.fromkeys(keys))
-        new = [key for key in distinct if key not in self.ends_s]
-        refused = frozenset(new[max(0, self.limit - len(self.ends_s)) :])
-        self.num_refused += len(refused)
-        self.pin([key for key in distinct if key not in refused], lease_s)
+        if not distinct:
+            return
+        tenant = get_offload_tenant(distinct[0])
+        quota_blocks = None if self._quotas is None else self._quotas.quota_blocks(tenant)
+        num_left = self.client_limit - len(self.client_ends_s)
+        if quota_blocks is not None:
+            num_left = min(num_left, quota_blocks - self._num_of_tenant[tenant])
+        num_free = self.limit - len(self.ends_s)
+        pinned = []
+        for key in distinct:
+            is_new = key not in self.client_ends_s
+            needs_room = key not in self.ends_s
+            if is_new and (num_left <= 0 or (needs_room and num_free <= 0)):
+                continue
+            num_left -= is_new
+            num_free -= needs_room
+            pinned.append(key)
+        self._note_refused(len(distinct) - len(pinned), len(distinct))
+        end_s = self._clock() + lease_s
+        self._hold(pinned, end_s)
+        self._num_of_tenant[tenant] += sum(key not in self.client_ends_s for key in pinned)
+        for key in pinned:
+            self.client_ends_s[key] = max(end_s, self.client_ends_s.get(key, end_s))
 
     def add_leased(
         self, admitted: Collection[OffloadKey], wanted: Collection[OffloadKey]
@@ -81,6 +118,7 @@ class PinLeases:
         """End the leases of ``keys``, or all for None; return how many there were."""
         ends_s = self.ends_s
         ended = list(ends_s) if keys is None else [key for key in dict.fromkeys(keys) if key in ends_s]
+        self._forget_clients(ended)
         for key in ended:
             del ends_s[key]
         self._table.release_each(ended)
@@ -93,15 +131,51 @@ class PinLeases:
         now_s = self._clock()
         if now_s < self.next_end_s:
             return
+        self._forget_clients([key for key, end_s in self.client_ends_s.items() if end_s <= now_s])
         self.unpin([key for key, end_s in self.ends_s.items() if end_s <= now_s])
-        self.next_end_s = min(self.ends_s.values(), default=NEVER_S)
+        next_ends = (min(ends.values(), default=NEVER_S) for ends in (self.ends_s, self.client_ends_s))
+        self.next_end_s = min(next_ends)
 
     def check(self) -> None:
         """Raise InvariantError when a lease has no hold, or there are more than may be."""
-        if len(self.ends_s) > self.limit:
-            raise InvariantError(f"{len(self.ends_s)} blocks have a lease, at most {self.limit} may")
+        for ends_s, limit in ((self.ends_s, self.limit), (self.client_ends_s, self.client_limit)):
+            if len(ends_s) > limit:
+                raise InvariantError(f"{len(ends_s)} blocks have a lease, at most {limit} may")
         for key, end_s in self.ends_s.items():
             if not self._table.holds.get(key):
                 raise InvariantError(f"{key.hex()} has a lease but no hold")
             if end_s < self.next_end_s:
                 raise InvariantError(f"a lease ends at {end_s}, before {self.next_end_s}, the earliest")
+        for key, end_s in self.client_ends_s.items():
+            if self.ends_s.get(key, -NEVER_S) < end_s:
+                raise InvariantError(f"a request's lease of {key.hex()} outlasts its hold")
+        if +self._num_of_tenant != Counter(map(get_offload_tenant, self.client_ends_s)):
+            raise InvariantError("the leases of tenants are not those of requests")
+
+    def _hold(self, keys: Collection[OffloadKey], end_s: float) -> None:
+        for key in keys:
+            if key not in self.ends_s:
+                self._table.hold(key)
+            self.ends_s[key] = max(end_s, self.ends_s.get(key, end_s))
+        if keys:
+            self.next_end_s = min(self.next_end_s, end_s)
+
+    def _forget_clients(self, keys: Iterable[OffloadKey]) -> None:
+        for key in keys:
+            if self.client_ends_s.pop(key, None) is not None:
+                tenant = get_offload_tenant(key)
+                self._num_of_tenant[tenant] -= 1
+                if not self._num_of_tenant[tenant]:
+                    del self._num_of_tenant[tenant]
+
+    def _note_refused(self, num: int, num_asked: int) -> None:
+        if num and not self.num_refused:
+            logger.warning(
+                "pin_s: %d of the %d blocks of a request are not pinned: requests may pin %d of %d slots, and each "
+                "tenant no more than its quota of host memory; kvtier_host_refused_pins counts further ones",
+                num,
+                num_asked,
+                self.client_limit,
+                self._table.num_blocks,
+            )
+        self.num_refused += num

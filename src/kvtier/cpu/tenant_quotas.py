@@ -119,6 +119,11 @@ class TenantBlocks(BlockListener):
             parts.append(Part(num_left, None))
         return [part for part in parts if part.num]
 
+    def quota_blocks(self, number: int) -> int | None:
+        """Return how many slots a tenant's quota has, by its number; None: as many as there is room. Pure."""
+        quota_bytes = self._tenants.quota_of(number, HOST)
+        return None if quota_bytes is None else quota_bytes // self._block_bytes
+
     def stats(self) -> dict[str, float]:
         """Return the blocks and bytes of each label of a tenant by dotted name. Thread: any."""
         counts: dict[str, int] = dict.fromkeys(self._tenants.labels(), 0)
@@ -140,10 +145,10 @@ class TenantBlocks(BlockListener):
 
     def _excess(self, number: int, num_new: int = 0) -> int:
         """Return by how many blocks a tenant is beyond its quota with so many new ones; 0 when it is not. Pure."""
-        quota_bytes = self._tenants.quota_of(number, HOST)
-        if quota_bytes is None:
+        quota_blocks = self.quota_blocks(number)
+        if quota_blocks is None:
             return 0
-        return max(0, len(self.held.get(number, ())) + num_new - quota_bytes // self._block_bytes)
+        return max(0, len(self.held.get(number, ())) + num_new - quota_blocks)
 
     def _count_idle(
         self, number: int, limit: int, kept: tuple[Collection[OffloadKey], Collection[OffloadKey]]

@@ -18,7 +18,7 @@ from kvtier.hints.values import parse_hints
 from kvtier.observe.control_wire import Message
 from kvtier.operating import DrainingManager, DrainResult, PinningManager, PurgingManager
 from kvtier.operating import Purge as PurgeUnderWay
-from kvtier.tenants import NO_TENANT, Tenant, Tenants, is_name, tenant_number
+from kvtier.tenants import NO_TENANT, Tenant, Tenants, is_name
 
 COMMANDS = ("hello", "stats", "recent", "drain", "pin", "unpin", "prefetch", "purge", "resume")
 """What a request may name."""
@@ -378,7 +378,7 @@ def read_purged_tenant(request: Message, tenants: Tenants | None) -> int | None:
         raise ControlError(f"tenant={shorten(name)}: must be the name of a tenant of requests")
     if name not in tenants.by_name and tenants.others is None:
         raise UnknownNameError("tenant", name, tenants.by_name)
-    return tenant_number(name)
+    return tenants.number_of(name)
 
 
 def read_tiers(request: Message) -> list[str] | None:

@@ -279,7 +279,7 @@ HOST = (
     counter(
         "kvtier_host_refused_pins",
         "primary.refused_pins",
-        "Blocks that clients asked to pin beyond a tenth of host memory.",
+        "Blocks that requests asked to pin beyond three quarters of a tenth of host memory, or their tenant's quota.",
         "blocks",
     ),
     gauge(

@@ -1,6 +1,7 @@
 """``kvtier inspect`` shows whose blocks there are, how many, how old, and in what namespaces differ."""
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -22,7 +23,8 @@ def test_namespaces_are_shown_in_words_with_blocks_bytes_and_ages(run: Run) -> N
     assert status == 0
     assert "3 blocks, 300 B" in shown
     assert "30.0% of it used" in shown
-    assert f"namespace {A}: 2 blocks, 200 B, last used 60 s ago, the oldest 10 days ago" in shown
+    # How long ago depends on how busy the machine is.
+    assert re.search(f"namespace {A}: 2 blocks, 200 B, last used .* ago, the oldest 10 days ago", shown)
     assert "blocks by last use: 2 within an hour, 1 longer ago" in shown
     assert "model model-a" in shown
     assert f"differs from {A[:8]} in model.name" in shown
@@ -54,12 +56,12 @@ def test_tenants_of_requests_are_counted_and_named_by_a_configuration(run: Run, 
     [namespace] = [one for one in json.loads(shown)["namespaces"] if one["name"] == A]
     found = {one["number"]: (one["name"], one["blocks"], one["bytes"]) for one in namespace["tenants"]}
     assert found == {
-        0: (None, 1, 100),
-        tenant_number("alice"): ("alice", 1, 100),
-        tenant_number("bob"): (None, 1, 100),
+        "00000000000000": (None, 1, 100),
+        f"{tenant_number('alice'):014x}": ("alice", 1, 100),
+        f"{tenant_number('bob'):014x}": (None, 1, 100),
     }
     shown = run("inspect", PLACE, "--config", str(config))[1]
-    assert f"tenant {tenant_number('alice'):06x} (alice): 1 block, 100 B" in shown
+    assert f"tenant {tenant_number('alice'):014x} (alice): 1 block, 100 B" in shown
     assert "of no tenant: 1 block" in shown
 
 

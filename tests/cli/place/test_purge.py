@@ -2,13 +2,16 @@
 
 import json
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tests.cli.place.conftest import PLACE, Run
-from tests.cli.place.places import A, B, MemoryPlace, put_down
+from tests.cli.place.places import NAMESPACES, A, B, MemoryPlace, put_down
 
 from kvtier.cli.place.purge import choose
 from kvtier.errors import ConfigError
+from kvtier.namespace import tag_tenant
 from kvtier.tenants import tenant_number
 from kvtier.tiering.kit.place import PlaceNamespace
 
@@ -99,6 +102,64 @@ def test_a_tenant_of_requests_loses_his_blocks_and_no_other(run: Run) -> None:
     assert run("purge", PLACE, "--tenant", "alice")[0] == 0
     assert sorted(MemoryPlace.blocks_by_address) == ["a-bob", "a-new", "a-old", "b-new"]
     assert run("purge", PLACE, "--tenant", "alice")[0] == 2
+
+
+SALT = "geheim"
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> str:
+    """Return the file with the settings of an engine that has a salt."""
+    path = tmp_path / "engine.json"
+    path.write_text(json.dumps({"kv_connector_extra_config": {"tenant_salt": SALT, "tenants": {"*": {}}}}))
+    return str(path)
+
+
+def document_with(monkeypatch: pytest.MonkeyPatch, name: str, **fields: object) -> None:
+    """Change what a namespace's document says."""
+    namespace = NAMESPACES[name]
+    document = json.dumps({**json.loads(namespace.document), **fields})
+    monkeypatch.setitem(NAMESPACES, name, replace(namespace, document=document))
+
+
+def test_a_name_under_two_salts_is_two_tenants_and_each_is_removed_with_its_own_settings(
+    run: Run, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document_with(monkeypatch, B, tenant=tag_tenant(SALT))
+    put_down(A, "a-alice", 60.0, time.time(), tenant=tenant_number("alice"))
+    put_down(B, "b-alice", 60.0, time.time(), tenant=tenant_number("alice", SALT))
+    status, shown, said = run("purge", PLACE, "--tenant", "alice")
+    assert (status, shown.split(",")[0]) == (0, "removed 1 block")
+    assert "b-alice" in MemoryPlace.blocks_by_address
+    assert "1 namespace of engines with another tenant_salt" in said
+    assert "--config" in said
+    status, _, said = run("purge", PLACE, "--tenant", "alice")
+    assert status == 2
+    assert "--config" in said
+    status, shown, said = run("purge", PLACE, "--tenant", "alice", "--config", engine)
+    assert (status, shown.split(",")[0]) == (0, "removed 1 block")
+    assert sorted(MemoryPlace.blocks_by_address) == ["a-new", "a-old", "b-new"]
+    assert SALT not in shown + said
+
+
+def test_blocks_of_an_older_layout_tell_no_tenant_and_are_named_as_left(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document_with(monkeypatch, B, layout_version=1)
+    for address, namespace in (("a-alice", A), ("b-alice", B)):
+        put_down(namespace, address, 60.0, time.time(), tenant=tenant_number("alice"))
+    status, _, said = run("purge", PLACE, "--tenant", "alice")
+    assert status == 0
+    assert "b-alice" in MemoryPlace.blocks_by_address
+    assert "1 namespace of an older layout" in said
+    found = json.loads(run("inspect", PLACE, "--json")[1])["namespaces"]
+    assert [one["tenants"] for one in found if one["name"] == B] == [[]]
+
+
+def test_settings_of_an_engine_that_cannot_be_read_remove_nothing(run: Run, tmp_path: Path) -> None:
+    put_down(A, "a-alice", 60.0, time.time(), tenant=tenant_number("alice"))
+    assert run("purge", PLACE, "--tenant", "alice", "--config", str(tmp_path / "missing"))[0] == 2
+    assert "a-alice" in MemoryPlace.blocks_by_address
 
 
 def namespace_of(tenant: str, name: str) -> PlaceNamespace:

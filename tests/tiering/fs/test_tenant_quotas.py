@@ -1,5 +1,6 @@
 """Tenants beyond their quotas in a directory give their own blocks first, whoever shares it."""
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -195,6 +196,27 @@ def test_a_purge_has_the_table_counted_again(start: StartTenants, root: Path) ->
     driver.store_of("bob", range(10, 16))
     driver.store_of("bob", range(20, 22))
     assert count_by_name(held_in(root)) == {"alice": 2, "bob": 10}
+
+
+def test_blocks_of_an_older_layout_count_for_no_tenant(start: StartTenants, root: Path) -> None:
+    quotas = {"alice": 4, "bob": None}
+    driver = start(quotas)
+    driver.store_of("alice", range(2))
+    assert driver.tier.shutdown(HANG_GUARD_S)
+    (root / ".tenants").unlink()
+    [own] = [path for path in root.iterdir() if len(path.name) == 32]
+    older = root / ("0" * 32)
+    name = (bytes(32) + b"\x36\x9a\xa2\x00").hex()  # of a number of three bytes
+    (older / name[0] / name[1]).mkdir(parents=True)
+    (older / name[0] / name[1] / f"{name}.kv").write_bytes(bytes(BLOCK_BYTES))
+    document = json.loads((own / "namespace.json").read_text())
+    (older / "namespace.json").write_text(json.dumps({**document, "layout_version": 1}))
+    driver = start(quotas)
+    driver.store_of("alice", range(2, 4))
+    assert driver.tier.shutdown(HANG_GUARD_S)
+    found = unpack_table((root / ".tenants").read_bytes())
+    assert found.is_counted
+    assert found.num_bytes == {tenant_number("alice"): 4 * BLOCK_BYTES}
 
 
 def test_the_names_of_encrypted_blocks_tell_their_tenants_in_the_engines_own_namespace(

@@ -217,13 +217,6 @@ def test_no_refusal_repeats_a_secret(path: Path) -> None:
         assert refused.value.__cause__ is None
 
 
-def test_two_tenants_of_one_number_are_refused_by_name(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_ring(path, add_entry(read_ring(path), "other", NOW_S))
-    monkeypatch.setattr("kvtier.tiering.kit.key_ring.tenant_number", lambda name: 7)
-    with pytest.raises(ConfigError, match="'acme' and 'other' have one number"):
-        read_ring(path)
-
-
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be written"):
         write_ring(tmp_path / "missing" / "ring", make_ring())

@@ -1,7 +1,9 @@
 """Every tier with threads: what cannot be carried out is refused, a place that is away is a miss and heard of."""
 
+import hashlib
 import logging
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -278,6 +280,15 @@ def make_config(algorithm: str) -> OffloadingConfig:
 @pytest.mark.parametrize("algorithm", ["sha256", "blake2s", "an-engine's-own"])
 def test_a_hash_whose_keys_fit_is_accepted(algorithm: str) -> None:
     require_lasting_keys(make_config(algorithm), "fs")
+
+
+def test_a_hash_whose_keys_fit_without_a_tenant_alone_is_refused_with_tenants() -> None:
+    if "md5-sha1" not in hashlib.algorithms_available:
+        pytest.skip("this build of hashlib has no digest of 33 to 36 bytes")
+    config = make_config("md5-sha1")
+    require_lasting_keys(config, "fs")
+    with pytest.raises(ConfigError, match="44 bytes, at most 40"):
+        require_lasting_keys(replace(config, extra_config={"tenants": {"*": {}}}), "fs")
 
 
 def test_a_hash_whose_keys_do_not_fit_is_refused() -> None:

@@ -25,6 +25,8 @@ CAPACITY_BLOCKS = 64
 MARK_BLOCKS = 56
 """What a pass leaves."""
 
+TTL_S = 86_400
+
 StartTenants = Callable[..., TenantDriver]
 
 
@@ -100,6 +102,19 @@ def test_without_a_capacity_the_quota_is_the_bound(start: StartTenants, folder: 
     for first in range(8, 40, 4):
         assert len(driver.store_of("alice", range(first, first + 4))) == 4
     driver.poll_until(lambda: count_by_name(set(paths_in(folder))) == {"alice": 4, "bob": 8})
+
+
+def test_what_leaves_because_its_time_is_over_leaves_for_the_quota_too(
+    start: StartTenants, folder: Path
+) -> None:
+    start({"alice": None, "bob": None}).store_of("alice", range(6))
+    make_old(folder, "alice", 4, 2 * TTL_S)
+    make_old(folder, "alice", 1, 3 * TTL_S)
+    for number in (0, 2, 3):
+        make_old(folder, "alice", number, 100)
+    driver = start({"alice": 4, "bob": None}, ttl_s=TTL_S)
+    driver.tier._block_store._evictor._run_pass()  # type: ignore[attr-defined]  # an obj tier's
+    assert paths_in(folder).keys() == {key_of_tenant("alice", number) for number in (0, 2, 3, 5)}
 
 
 def test_engines_keep_one_quota_together(start: StartTenants, folder: Path) -> None:

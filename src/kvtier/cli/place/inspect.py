@@ -6,12 +6,14 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
+from kvtier.base import TENANT_BYTES
 from kvtier.cli.output import size_in_words
 from kvtier.cli.place.options import (
+    ConfigOption,
     JsonOption,
     KeyFileOption,
     PlaceArgument,
@@ -22,8 +24,7 @@ from kvtier.cli.place.options import (
     printable,
     read_document,
 )
-from kvtier.cli.place.request_tenants import RequestTenants
-from kvtier.config import parse_settings
+from kvtier.cli.place.request_tenants import RequestTenants, read_engine_settings
 from kvtier.errors import NamespaceDocumentError
 from kvtier.namespace import differences
 from kvtier.tenants import make_tenants
@@ -74,14 +75,6 @@ class NamespaceTally:
             self.oldest_s = block.used_s if self.oldest_s is None else min(self.oldest_s, block.used_s)
             self.newest_s = block.used_s if self.newest_s is None else max(self.newest_s, block.used_s)
             self.by_age[bisect_left(AGES_S, now_s - block.used_s)] += block.num_blocks
-
-
-ConfigOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--config", help="The settings of an engine, as kvtier doctor reads them: names tenants of requests."
-    ),
-]
 
 
 def inspect(
@@ -186,7 +179,7 @@ def to_json(
                 "oldest_use_s": tally.oldest_s,
                 "newest_use_s": tally.newest_s,
                 "tenants": [
-                    {"number": number, "name": tenants.get(number), "blocks": num, "bytes": num_bytes}
+                    {"number": in_hex(number), "name": tenants.get(number), "blocks": num, "bytes": num_bytes}
                     for number, (num, num_bytes) in sorted(tally.tenants.items())
                 ],
                 "blocks_by_last_use": dict(zip(AGE_WORDS, tally.by_age, strict=True)),
@@ -202,11 +195,13 @@ def read_tenants(config: Path) -> dict[int, str]:
     Raises:
         KVTierError: the file cannot be read, or its setting ``tenants`` cannot work.
     """
-    from kvtier.cli.config_checks import EXTRA_CONFIG, find_own, read_config
-
-    own = find_own(read_config(config)) or {}
-    tenants = make_tenants(parse_settings(own.get(EXTRA_CONFIG, own)))
+    tenants = make_tenants(read_engine_settings(config))
     return {} if tenants is None else dict(tenants.names)
+
+
+def in_hex(number: int) -> str:
+    """Return a tenant's number as the name of a block has it: of a number of JSON many programs keep 53 bits. Pure."""
+    return f"{number:0{2 * TENANT_BYTES}x}"
 
 
 def asdict_of(amount: Amount) -> dict[str, int]:
@@ -279,7 +274,7 @@ def _request_tenant_lines(tally: NamespaceTally, tenants: Mapping[int, str]) -> 
     if not any(tally.tenants):
         return []
     return [
-        f"  {f'tenant {number:06x} ({tenants.get(number, NOT_NAMED)})' if number else 'of no tenant'}: "
+        f"  {f'tenant {in_hex(number)} ({tenants.get(number, NOT_NAMED)})' if number else 'of no tenant'}: "
         f"{counted(num, 'block')}, {size_in_words(num_bytes)}"
         for number, (num, num_bytes) in sorted(tally.tenants.items())
     ]

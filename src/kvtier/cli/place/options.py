@@ -53,6 +53,16 @@ KeyFileOption = Annotated[
     ),
 ]
 
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        help="The settings of an engine, as kvtier doctor reads them: names the tenants of requests, of engines with "
+        "its tenant_salt.",
+        show_default=False,
+    ),
+]
+
 UNIT_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 DURATION = re.compile(r"(?:\d+(?:\.\d+)?[smhdw])+")
 PART = re.compile(r"(\d+(?:\.\d+)?)([smhdw])")

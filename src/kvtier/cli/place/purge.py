@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated
@@ -12,6 +12,7 @@ import typer
 from kvtier.cli.live.steer import purge_living
 from kvtier.cli.output import size_in_words
 from kvtier.cli.place.options import (
+    ConfigOption,
     JsonOption,
     KeyFileOption,
     OptionalPlaceArgument,
@@ -25,7 +26,12 @@ from kvtier.cli.place.options import (
     progress_bar,
     read_document,
 )
-from kvtier.cli.place.request_tenants import RequestTenants, find_tenant
+from kvtier.cli.place.request_tenants import (
+    RequestTenants,
+    describe_left_out,
+    find_tenant,
+    read_engine_settings,
+)
 from kvtier.errors import ConfigError, TierError
 from kvtier.tiering.kit.place import Amount, Place, PlaceBlock, PlaceNamespace
 from kvtier.tiering.places import names_of_place_tiers
@@ -87,6 +93,7 @@ def purge(
         float, typer.Option("--timeout", min=0.01, max=3600.0, help="With --instance: seconds it has.")
     ] = 30.0,
     key_file: KeyFileOption = None,
+    config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Remove blocks from a tier's place for good. Engines that use it see misses, and go on.
@@ -97,7 +104,7 @@ def purge(
     Raises:
         KVTierError: no selector, a selector that selects nothing, or the place cannot be changed.
     """
-    needs_place = bool(namespace or older_than or dry_run)
+    needs_place = bool(namespace or older_than or dry_run or config)
     check_target(place, instance, tier or (), needs_place=needs_place)
     if place is None:
         purge_living(
@@ -106,7 +113,14 @@ def purge(
         return
     check_selectors(has_selector=bool(namespace or tenant or older_than), is_all=all_blocks)
     purge_place(
-        place, namespace or [], tenant, older_than, key_file=key_file, dry_run=dry_run, as_json=as_json
+        place,
+        namespace or [],
+        tenant,
+        older_than,
+        key_file=key_file,
+        salt="" if config is None else read_engine_settings(config).tenant_salt,
+        dry_run=dry_run,
+        as_json=as_json,
     )
 
 
@@ -133,10 +147,13 @@ def purge_place(
     older_than: str | None,
     *,
     key_file: str | None = None,
+    salt: str = "",
     dry_run: bool,
     as_json: bool,
 ) -> None:
     """Remove blocks from a place; the arguments are the options of the command.
+
+    A tenant is one of the engines with the ``tenant_salt`` that is given.
 
     Raises:
         KVTierError: a selector selects nothing, or the place cannot be changed.
@@ -150,12 +167,14 @@ def purge_place(
             )
             raise TierError(found.tier, message)
         known = found.namespaces()
-        number = None if tenant is None else find_tenant(found, known, tenant)
+        number = None if tenant is None else find_tenant(found, known, tenant, salt)
         names = choose(known, namespace, tenant if number is None else None)
         selection = make_selection(known, names, None if age_s is None else time.time() - age_s, number)
         began_s = time.monotonic()
         removed = measure(found, selection) if dry_run else remove(found, selection)
         took_s = time.monotonic() - began_s
+    if number is not None:
+        say_left_out(known, names, salt)
     if as_json:
         report = {"blocks": removed.num, "bytes": removed.num_bytes, "dry_run": dry_run, "took_s": took_s}
         typer.echo(json.dumps(report | {"namespaces": None if names is None else list(names)}, indent=1))
@@ -163,6 +182,12 @@ def purge_place(
     verb = "would remove" if dry_run else "removed"
     size = size_in_words(removed.num_bytes)
     typer.echo(f"{verb} {counted(removed.num, 'block')}, {size}, in {duration_in_words(took_s)}")
+
+
+def say_left_out(known: Sequence[PlaceNamespace], names: Collection[str] | None, salt: str) -> None:
+    """Say on stderr in which namespaces a tenant was not looked for."""
+    for line in describe_left_out(known, names, salt):
+        typer.echo(f"left as they are: {line}", err=True)
 
 
 def check_selectors(*, has_selector: bool, is_all: bool) -> None:
@@ -196,7 +221,8 @@ def choose(
     if not chosen:
         tags = printable(", ".join(sorted({str(tag) for tag in of_tenant.values() if tag}))) or "none"
         remedy = (
-            f"must be a tenant of requests, or the tag of an engine's tenant, that has something here: {tags}"
+            "must be a tenant of requests, of an engine with a tenant_salt with --config FILE, its settings, or the "
+            f"tag of an engine's tenant, that has something here: {tags}"
         )
         raise ConfigError("--tenant", tenant, remedy, max_value_chars=80)
     return chosen if names is None else tuple(name for name in names if name in chosen)

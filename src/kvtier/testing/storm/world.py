@@ -446,7 +446,7 @@ class World:
     def _list_keyless(self) -> frozenset[int]:
         """Return the numbers of the tenants whose keys were dropped."""
         dropped = () if self.ring is None else self.ring.dropped_tenants()
-        return frozenset(map(tenant_number, dropped))
+        return frozenset(tenant_number(name, self.tenancy.salt) for name in dropped)
 
     def _build(self, place: StormPlace, config: OffloadingConfig, view: memoryview) -> None:
         """Build a tier; one that cannot start is left out, as the spec does."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvtier.base import OffloadKey, get_offload_tenant
 from kvtier.errors import NamespaceDocumentError
-from kvtier.namespace import parse_document
+from kvtier.namespace import LAYOUT_VERSION, parse_document
 from kvtier.tiering.fs.directory import FSDirectory
 from kvtier.tiering.fs.folders import BlockFile, FSNamespace, namespace_of, read_document
 from kvtier.tiering.fs.tenant_usage import TenantTable, TenantUsage
@@ -112,7 +112,7 @@ class _TenantFiles:
         self._usage = usage
         self._root = root
         self._current_namespace = current_namespace
-        self._is_plain: dict[str, bool] = {}
+        self._tells_tenants: dict[str, bool] = {}
         self._files: dict[int, list[BlockFile]] = {}
         self._excess: dict[int, int] = {}
         self._found_bytes: Counter[int] = Counter()
@@ -129,7 +129,7 @@ class _TenantFiles:
         """Yield ``blocks``, and remember those of tenants on the way."""
         self._begun = self._usage.begin_recount() if is_recount else None
         self._usage.forget_recent()
-        self._is_plain = {}
+        self._tells_tenants = {}
         self._found_bytes = Counter()
         near = self._usage.list_near()[:MAX_NEAR_TENANTS]
         most = MAX_CANDIDATES // max(1, len(near))
@@ -161,14 +161,17 @@ class _TenantFiles:
             self._begun = None
 
     def tenant_of(self, block: BlockFile) -> int | None:
-        """Return the number of a block's tenant; None where its name does not tell, as in others' encrypted places."""
+        """Return the number of a block's tenant; None where its name does not tell.
+
+        That is in encrypted namespaces of others, and in those of another layout.
+        """
         name, own = namespace_of(block.path), self._current_namespace()
         if name == own.name:
             return get_offload_tenant(own.format.key(block.name))
-        is_plain = self._is_plain.get(name)
-        if is_plain is None:
-            is_plain = self._is_plain[name] = _is_plain(read_document(self._root / name))
-        return get_offload_tenant(OffloadKey(block.name)) if is_plain else None
+        does_tell = self._tells_tenants.get(name)
+        if does_tell is None:
+            does_tell = self._tells_tenants[name] = _tells_tenants(read_document(self._root / name))
+        return get_offload_tenant(OffloadKey(block.name)) if does_tell else None
 
     def begin_round(self) -> None:
         """Compare what tenants keep with their quotas, and find what was written of those without known blocks."""
@@ -210,8 +213,9 @@ class _TenantFiles:
                 del self._excess[number]
 
 
-def _is_plain(document: str) -> bool:
+def _tells_tenants(document: str) -> bool:
     try:
-        return not parse_document(document).get("encryption")
+        found = parse_document(document)
     except NamespaceDocumentError:
         return False
+    return not found.get("encryption") and found.get("layout_version") == LAYOUT_VERSION

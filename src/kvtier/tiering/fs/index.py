@@ -9,8 +9,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 
-from kvtier.base import GROUP_INDEX_BYTES, OffloadKey
+from kvtier.base import OffloadKey
 from kvtier.departed import DepartedBlocks, Loss
+from kvtier.tenants import get_tenant_part
 from kvtier.tiering.kit.eviction_log import EvictionLog
 from kvtier.tiering.kit.tenant_counts import TenantCounts
 
@@ -130,8 +131,8 @@ class KeyIndex:
         if tenant is None:
             self.forget_prefix(loss=loss)
         else:
-            digits = tenant.to_bytes(GROUP_INDEX_BYTES - 1, "big")
-            self.forget_prefix(digits, lambda key: key[-GROUP_INDEX_BYTES:-1], loss)
+            part, digits = get_tenant_part(tenant)
+            self.forget_prefix(digits, lambda key: key[part], loss)
 
     def drain_evicted(self, being_stored: Collection[OffloadKey]) -> list[OffloadKey] | None:
         """Return what was evicted and is not back, each once; what is in ``being_stored`` waits for a later call.

@@ -26,7 +26,7 @@ from kvtier.tiering.fs.shared_usage import lock_file, open_shared_file
 from kvtier.tiering.kit.health import OutageLog
 
 MAX_TENANTS = 65_536
-"""Tenants in the table, those with the most bytes; more would make it longer than 768 KiB."""
+"""Tenants in the table, those with the most bytes; more would make it longer than 1 MiB."""
 
 MAX_RECENT_BLOCKS = 32_768
 """Blocks that this tier has written since the last walk, remembered by key, about 100 bytes each; without quotas none.
@@ -40,9 +40,9 @@ UNREPORTED_SHARE = 64
 second. A smaller part writes the table more often; a larger one lets other processes take more from a wrong tenant."""
 
 _MAGIC = b"KVTT"
-_VERSION = 1
+_VERSION = 2
 _HEAD = struct.Struct("<4sHxxI")
-_ENTRY = struct.Struct("<IQ")
+_ENTRY = struct.Struct("<QQ")
 _CHECKSUM = struct.Struct("<I")
 
 MAX_TABLE_BYTES = _HEAD.size + MAX_TENANTS * _ENTRY.size + _CHECKSUM.size

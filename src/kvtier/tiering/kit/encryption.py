@@ -112,20 +112,24 @@ class EncryptedFormat(BlockFormat):
         living: the ring.
         tenant: whose key encrypts blocks without a tenant; None: the default entry.
         plain_digest: of the namespace without encryption.
+        tenant_salt: the engine's, with which the numbers of its tenants are made.
     """
 
     is_encrypted: ClassVar[bool] = True
 
-    def __init__(self, living: LivingRing, tenant: str | None, plain_digest: bytes) -> None:
+    def __init__(
+        self, living: LivingRing, tenant: str | None, plain_digest: bytes, tenant_salt: str = ""
+    ) -> None:
         self._living = living
         self._tenant = tenant
+        self._tenant_salt = tenant_salt
         self.digest = derive_key(living.ring.names_secret, None, NAMESPACE_PURPOSE + plain_digest)
         self._namespace = self.digest[:NAMESPACE_BYTES]
         names = BlockNames(living.ring.names_secret, self._namespace)
         self.name = names.name  # type: ignore[method-assign]  # a frame less for each of several calls a block
         self._names = names
         self._lock = threading.Lock()
-        self._keys = RingKeys(living.ring, tenant, self._namespace)
+        self._keys = self._derive_keys()
 
     def name(self, key: OffloadKey) -> BlockName:
         return self._names.name(key)
@@ -141,9 +145,8 @@ class EncryptedFormat(BlockFormat):
         if self._keys.ring is self._living.ring:
             return
         with self._lock:
-            ring = self._living.ring
-            if self._keys.ring is not ring:
-                self._keys = RingKeys(ring, self._tenant, self._namespace)
+            if self._keys.ring is not self._living.ring:
+                self._keys = self._derive_keys()
 
     def seal(
         self,
@@ -197,6 +200,9 @@ class EncryptedFormat(BlockFormat):
             return data_key
         return decrypt(header, envelope, payload, data_key, row)
 
+    def _derive_keys(self) -> "RingKeys":
+        return RingKeys(self._living.ring, self._tenant, self._namespace, self._tenant_salt)
+
 
 def decrypt(
     header: Buffer, envelope: Envelope, payload: Buffer, data_key: bytes, row: memoryview
@@ -243,18 +249,19 @@ class RingKeys:
         ring: the ring.
         tenant: whose key encrypts blocks without a tenant; None: the default entry.
         namespace: 16 bytes.
+        tenant_salt: the engine's.
 
     Attributes:
         ring: as given.
     """
 
-    def __init__(self, ring: KeyRing, tenant: str | None, namespace: bytes) -> None:
+    def __init__(self, ring: KeyRing, tenant: str | None, namespace: bytes, tenant_salt: str) -> None:
         self.ring = ring
         self._tenant = tenant
         self._namespace = namespace
         self._lock = threading.Lock()
-        self._tenants = {tenant_number(name): name for name in ring.tenants()}
-        self._dropped = {tenant_number(name) for name in ring.dropped}
+        self._tenants = {tenant_number(name, tenant_salt): name for name in ring.tenants()}
+        self._dropped = {tenant_number(name, tenant_salt) for name in ring.dropped}
         self._current: dict[int, KeyEntry | None] = {}
         self._write_keys: dict[int, WriteKey] = {}
         self._read_keys: dict[tuple[int, bytes], bytes] = {}
@@ -315,7 +322,9 @@ class RingKeys:
         return self.ring.current(name)
 
 
-def encrypt_namespace(identity: Namespace, living: LivingRing, tenant: str | None) -> EncryptedNamespace:
+def encrypt_namespace(
+    identity: Namespace, living: LivingRing, tenant: str | None, tenant_salt: str = ""
+) -> EncryptedNamespace:
     """Return the namespace in which an engine's blocks are encrypted.
 
     Its name follows from the plain one and the ring, so that it confirms no guess of a tenant's salt, and plain blocks
@@ -325,9 +334,9 @@ def encrypt_namespace(identity: Namespace, living: LivingRing, tenant: str | Non
         identity: the namespace without encryption.
         living: the ring.
         tenant: whose key encrypts blocks without a tenant; None: the default entry.
-
+        tenant_salt: the engine's, with which the numbers of its tenants are made.
     """
-    block_format = EncryptedFormat(living, tenant, identity.digest)
+    block_format = EncryptedFormat(living, tenant, identity.digest, tenant_salt)
     return EncryptedNamespace(hide_tenant(identity.document), block_format.digest, block_format)
 
 
@@ -352,7 +361,10 @@ class BlockOpener:
         return self._names(namespace).key(name)
 
     def is_of_ring(self, namespace: bytes, name: bytes) -> bool:
-        """Return whether a name stands for a block of a tenant of the ring, or of none: random bytes seldom do."""
+        """Return whether a name stands for a block of none, or of a tenant of the ring in an engine without a salt.
+
+        Random bytes seldom do. Whether they are the number of a tenant under a salt, only that salt tells.
+        """
         return get_offload_tenant(self.key_of(namespace, name)) in self._tenants
 
     def open(self, header: Buffer, payload: Buffer) -> HeaderCheck:

@@ -18,7 +18,6 @@ from itertools import pairwise
 from pathlib import Path
 
 from kvtier.errors import ConfigError
-from kvtier.tenants import tenant_number
 
 FORMAT_VERSION = 1
 SECRET_BYTES = 32
@@ -331,11 +330,6 @@ def _parse_entries(found: object, where: str) -> tuple[KeyEntry, ...]:
     for entry, following in pairwise(parsed):
         if entry.number == following.number:
             raise _wrong(where, f"has the number {entry.number} twice: restore it")
-    by_number: dict[int, str] = {}
-    for name in sorted({entry.tenant for entry in parsed if entry.tenant is not None}):
-        other = by_number.setdefault(tenant_number(name), name)
-        if other != name:
-            raise _wrong(where, f"tenants {other!r:.80} and {name!r:.80} have one number: rename one of them")
     return parsed
 
 

@@ -156,7 +156,8 @@ class Opener(Protocol):
 
         Args:
             namespace: 16 bytes.
-            name: a keyed name, of a block of a tenant that the ring knows, or of none.
+            name: a keyed name, of a block of a tenant that the ring knows, in an engine without ``tenant_salt``, or of
+                no tenant; for others the answer is no.
         """
 
 

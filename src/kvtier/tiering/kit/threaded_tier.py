@@ -19,7 +19,7 @@ from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
-from kvtier.base import GROUP_INDEX_BYTES, JobId, OffloadKey, ReqContext
+from kvtier.base import GROUP_INDEX_BYTES, TENANT_SUFFIX_BYTES, JobId, OffloadKey, ReqContext
 from kvtier.config import ModelIdentity, OffloadingConfig
 from kvtier.errors import ConfigError, TierError, describe_foreign
 from kvtier.histogram import HistogramSnapshot
@@ -488,7 +488,8 @@ def require_lasting_keys(config: OffloadingConfig, tier: str) -> None:
     algorithm = config.hash_algorithm
     if algorithm not in hashlib.algorithms_available:
         return
-    key_bytes = hashlib.new(algorithm, usedforsecurity=False).digest_size + GROUP_INDEX_BYTES
+    suffix_bytes = GROUP_INDEX_BYTES if config.settings.tenants is None else TENANT_SUFFIX_BYTES
+    key_bytes = hashlib.new(algorithm, usedforsecurity=False).digest_size + suffix_bytes
     if key_bytes > MAX_KEY_BYTES:
         remedy = f"gives keys of {key_bytes} bytes, at most {MAX_KEY_BYTES} can be stored: use sha256"
         raise ConfigError("hash_algorithm", algorithm, remedy)

@@ -36,10 +36,14 @@ class TierEncryption:
         settings: the engine's.
         living: the ring.
         tier: its type, for the log.
+        tenant_salt: the engine's.
     """
 
-    def __init__(self, settings: EncryptionSettings, living: "LivingRing", tier: str) -> None:
+    def __init__(
+        self, settings: EncryptionSettings, living: "LivingRing", tier: str, tenant_salt: str
+    ) -> None:
         self._settings = settings
+        self._tenant_salt = tenant_salt
         self._living = living
         self._tier = tier
         self._format: BlockFormat | None = None
@@ -50,7 +54,7 @@ class TierEncryption:
         """Return the namespace in which the blocks of ``identity`` are encrypted, the tier's from now on."""
         from kvtier.tiering.kit.encryption import encrypt_namespace
 
-        encrypted = encrypt_namespace(identity, self._living, self._settings.tenant)
+        encrypted = encrypt_namespace(identity, self._living, self._settings.tenant, self._tenant_salt)
         self._format = encrypted.format
         return encrypted
 
@@ -115,4 +119,4 @@ def open_tier_encryption(
 
     living = LivingRing(Path(found.key_file), clock)
     require_entry(living.ring, found.tenant)
-    return TierEncryption(found, living, tier)
+    return TierEncryption(found, living, tier, config.settings.tenant_salt)
