@@ -144,6 +144,7 @@ EXCLUDED: Mapping[str, str] = {
     "speculative_config.target_model_config": "model_config is in",
     "speculative_config.target_parallel_config": LAYOUT,
     "speculative_config.draft_parallel_config": LAYOUT,
+    "speculative_config.draft_model_config.hf_overrides": "a function of vLLM's own; hf_config is in as it made it",
 }
 """Why a field, or a whole section, is no part of the name, by its name with dots. Fields of a draft model's
 configuration are listed under those of the model."""
@@ -228,8 +229,9 @@ def reason_of(name: str, value: object, section: object) -> str:
         value: the field's.
         section: the configuration that has the field.
     """
-    for draft, listed in DRAFT_SECTIONS.items():
-        name = f"{listed}{name.removeprefix(draft)}" if name.startswith(draft) else name
+    if name not in EXCLUDED:
+        for draft, listed in DRAFT_SECTIONS.items():
+            name = f"{listed}{name.removeprefix(draft)}" if name.startswith(draft) else name
     holds = CONDITIONS.get(name)
     return EXCLUDED.get(name, "") if holds is None or holds(value, section) else ""
 
