@@ -78,7 +78,9 @@ def render(fields: Sequence[NamedField]) -> str:
     drafts = tuple(DRAFT_SECTIONS)
     named = sorted(one.name for one in fields if not one.reason and not one.name.startswith(drafts))
     excluded = dict(sorted(EXCLUDED.items()))
-    count = f"vLLM {vllm.__version__}: {len(named)} fields separate two engines, {len(excluded)} are excluded."
+    count = (
+        f"vLLM {vllm.__version__}: {len(named)} fields separate two engines, {len(excluded)} are excluded."
+    )
     return "\n".join([count, "", *_kept_lines(named), "", *_excluded_lines(excluded), ""])
 
 

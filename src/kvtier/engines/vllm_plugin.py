@@ -81,8 +81,8 @@ def mark_client_names() -> None:
         return
 
     @functools.wraps(stock)
-    def get_mm_hashes(self: ProcessorInputs, *args: Any, **kwargs: Any) -> Any:  # Any: vLLM's own
-        hashes = stock(self, *args, **kwargs)
+    def get_mm_hashes(self: ProcessorInputs, *args: object, **kwargs: object) -> dict[str, list[str]]:
+        hashes: dict[str, list[str]] = stock(self, *args, **kwargs)
         for modality, names in (self.mm_uuid_items or {}).items():
             hashes[modality] = [
                 made if name is None or name == made else f"{CLIENT}{made}"

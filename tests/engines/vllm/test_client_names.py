@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ from vllm.v1.request import Request
 
 from kvtier.engines import vllm_plugin
 from kvtier.engines.vllm.scheduler_hooks import MEDIA_DIGEST, has_client_names
+from kvtier.observe.why import explain_records
 
 PROMPT = tuple(range(50))
 """Three full blocks of sixteen tokens, and two tokens."""
@@ -86,7 +88,8 @@ def ask(engine: MiniEngine, name: str, mm_hash: str, identifier: str | None = No
 def store(engine: MiniEngine, request: Request) -> None:
     """Compute a request's blocks and wait until they are on the disk."""
     engine.compute(request, [[1, 2, 3, 4]], len(PROMPT))
-    assert engine.scheduler._scheduler.manager.drain(600.0)
+    manager: Any = engine.scheduler._scheduler.manager  # Any: one with tiers behind it
+    assert manager.drain(600.0)
 
 
 def find(engine: MiniEngine, request: Request) -> int:
@@ -107,7 +110,12 @@ def test_the_process_that_stored_blocks_under_a_clients_name_finds_them_and_the_
     assert find(engine, ask(engine, "second", "u7")) == 48
 
     engine = start()
-    assert find(engine, ask(engine, "third", "u7")) == 0
+    last = ask(engine, "third", "u7")
+    assert find(engine, last) == 0
+    engine.allocate(last, [[1, 2, 3, 4]], 0)
+    engine.scheduler.request_finished(last, [])
+    (finding, *_) = explain_records(engine.scheduler._scheduler.records.latest[-1:]).findings
+    assert "client_names" in finding.text
 
 
 def test_an_image_that_vllm_has_named_by_its_bytes_is_found_after_a_restart(start: Start) -> None:

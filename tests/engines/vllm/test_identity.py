@@ -20,10 +20,10 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from kvtier.config import ModelIdentity
 from kvtier.engines.checkpoint.files import process_start_ns
 from kvtier.engines.vllm import identity
 from kvtier.engines.vllm.config import make_offloading_config
-from kvtier.config import ModelIdentity
 from kvtier.engines.vllm.identity import LoadedWeightsNamer, make_model_identity, start_fingerprints
 from kvtier.engines.vllm.loaded_weights import Origin, Weights
 from kvtier.errors import ConfigError, FingerprintError

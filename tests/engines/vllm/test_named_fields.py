@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import enum
 import functools
-import json
 import os
 import subprocess
 import sys
@@ -48,7 +47,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
     return with_kvtier(make_config(tmp_path_factory.mktemp("whole")))
 
 
-def leaves(config: Any, start: str = "") -> Iterator[Place]:  # Any: vLLM's own dataclasses
+def leaves(config: Any, start: str = "") -> Iterator[Place]:  # noqa: ANN401  # vLLM's own dataclasses
     """Yield every leaf of a configuration, those of excluded sections and of a model's own configuration included."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name, None)
@@ -99,7 +98,9 @@ def is_listed(name: str) -> bool:
 
 def test_each_leaf_changes_the_name_unless_it_is_listed(whole: VllmConfig) -> None:
     before = name_fields(whole)
-    missed, extra, num_kept = [], [], 0
+    missed: list[str] = []
+    extra: list[str] = []
+    num_kept = 0
     for name, section, field in leaves(whole):
         value = getattr(section, field, None)
         other = changed(value)
@@ -155,7 +156,7 @@ def test_processes_with_other_hash_seeds_homes_and_hosts_give_one_name(tmp_path:
         (tmp_path / seed).mkdir()
         others = {"HOME": str(tmp_path / seed), "PYTHONHASHSEED": seed, "HOSTNAME": f"host-{seed}"}
         others |= {"XDG_CACHE_HOME": str(tmp_path / seed / "cache"), "VLLM_HOST_IP": f"127.0.0.{seed}"}
-        done = subprocess.run(  # noqa: S603 - this interpreter
+        done = subprocess.run(
             [sys.executable, "-c", NAMES_IN_A_PROCESS, str(tmp_path / seed)],
             capture_output=True,
             text=True,
@@ -306,7 +307,7 @@ def test_a_models_own_code_may_fail_to_describe_its_configuration(whole: VllmCon
     assert "model_config.max_model_len" in name_fields(config).words
 
 
-TOKEN = "hf_TOPSECRET"
+TOKEN = "hf_TOPSECRET"  # noqa: S105 - made up
 URL = f"s3://KEY:{TOKEN}@bucket/model?X-Amz-Signature={TOKEN}"
 
 CREDENTIALS: dict[str, Change] = {
@@ -331,9 +332,7 @@ CREDENTIALS: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("change", CREDENTIALS.values(), ids=CREDENTIALS)
-def test_credentials_are_nowhere(
-    whole: VllmConfig, change: Change, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_credentials_are_nowhere(whole: VllmConfig, change: Change, caplog: pytest.LogCaptureFixture) -> None:
     config = copy.deepcopy(whole)
     change(config)
 

@@ -2,9 +2,9 @@
 
 A checkpoint on a local disk, in a folder or in the hub's cache, is named by every byte of its files
 (``kvtier.engines.checkpoint``), random weights by their seed; what the model is called and where it is are then no part
-of the identity. Weights that cannot be read (in a bucket, in another server's memory) are named by the model's name with
-their commit or --revision. Without either, the blocks belong to this engine only. Of the configuration everything is a
-part that is not proven not to matter (``named_fields``).
+of the identity. Weights that cannot be read (in a bucket, in another server's memory) are named by the model's name
+with their commit or --revision. Without either, the blocks belong to this engine only. Of the configuration everything
+is a part that is not proven not to matter (``named_fields``).
 """
 
 import hashlib
@@ -275,7 +275,9 @@ def describe_weights(
     foreign_code = find_foreign_code(model_config)
     if format_of(load_config) == "dummy":
         ambiguity = "the code that comes with the model is not read" if _runs_own_code(model_config) else ""
-        return WeightsName(f"random-weights-of-seed:{model_config.seed}", is_of_bytes=True, ambiguity=ambiguity)
+        return WeightsName(
+            f"random-weights-of-seed:{model_config.seed}", is_of_bytes=True, ambiguity=ambiguity
+        )
     place = find_checkpoint(model_config, load_config)
     if place is not None and not reads_files:
         return WeightsName(NOT_READ, is_of_bytes=True, ambiguity=foreign_code)

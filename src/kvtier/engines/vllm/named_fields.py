@@ -5,22 +5,26 @@ that a later release of vLLM adds is part of the name until it is listed here: a
 
 Values are canonical: mappings and sets sorted, dtypes and classes by name, the rest by vLLM's own ``normalize_value``.
 A value that has no stable form, such as a function, is never described by its ``repr``, which has an address in it:
-``NamedFields.unstable`` has its field. Credentials are no part of the name, because the words of the name stand with
-the blocks: fields that hold them are excluded, and of free-form settings and URLs the parts that may be one are dropped.
+``NamedFields.unstable`` has its field. Credentials are no part of the name, because its words stand next to the blocks:
+fields that hold them are excluded, and of free-form settings and URLs the parts that may be one are dropped.
 """
 
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.config.utils import normalize_value
 
-SECRET = "may hold a credential, and the name stands next to the blocks"
+from kvtier.settings import IsDataclass
+
+CREDENTIAL = "may hold a credential, and the name stands next to the blocks"
 LAYOUT = "the layout of the blocks has it"
 SIZES = "how much is computed or kept at a time, not what"
-WEIGHTS = "the weights are named by their bytes; where they cannot be read, name and revision are part of the name"
+WEIGHTS = (
+    "the weights are named by their bytes; where they cannot be read, name and revision are part of the name"
+)
 TOKENS = "blocks are named by token ids"
 REPORTED = "what is reported"
 RETURNED = "what is returned"
@@ -34,9 +38,9 @@ DEVICE = "what the device keeps"
 OTHERS = "of another connector"
 
 EXCLUDED: Mapping[str, str] = {
-    "model_config.hf_token": SECRET,
-    "kv_transfer_config": f"{SECRET}; of kvtier's settings the layout has those that decide bytes",
-    "ec_transfer_config": SECRET,
+    "model_config.hf_token": CREDENTIAL,
+    "kv_transfer_config": f"{CREDENTIAL}; of kvtier's settings the layout has those that decide bytes",
+    "ec_transfer_config": CREDENTIAL,
     "weight_transfer_config": "weights that are loaded in place get a name of their own",
     "parallel_config": f"addresses, ranks and processes; {LAYOUT} where it decides what a worker holds",
     "scheduler_config": SIZES,
@@ -75,7 +79,7 @@ EXCLUDED: Mapping[str, str] = {
     "model_config.served_model_name": "what clients call the model",
     "model_config.allowed_local_media_path": ACCESS,
     "model_config.allowed_media_domains": ACCESS,
-    "model_config.max_model_len": f"{SIZES}; not excluded where attention depends on it (longrope, dynamic NTK, Llama 4)",
+    "model_config.max_model_len": f"{SIZES}; not excluded where attention depends on it (longrope, NTK, Llama 4)",
     "model_config.spec_target_max_model_len": SIZES,
     "model_config.enforce_eager": ROUNDING,
     "model_config.disable_cascade_attn": ROUNDING,
@@ -210,7 +214,7 @@ def name_fields(vllm_config: VllmConfig) -> NamedFields:
     return NamedFields(words, unstable)
 
 
-def list_fields(config: Any, start: str = "") -> Iterator[NamedField]:  # Any: vLLM's own dataclasses
+def list_fields(config: IsDataclass, start: str = "") -> Iterator[NamedField]:
     """Yield every field of a configuration; a section that is excluded as a whole once. Pure."""
     for field in dataclasses.fields(config):
         name, value = f"{start}{field.name}", getattr(config, field.name, None)
@@ -241,7 +245,7 @@ def has_no_weights(speculative_config: object) -> bool:
     return getattr(speculative_config, "method", None) in METHODS_WITHOUT_WEIGHTS
 
 
-def depends_on_length(model_config: Any) -> bool:  # Any: vLLM's ModelConfig
+def depends_on_length(model_config: ModelConfig) -> bool:
     """Return whether the longest request that a model serves decides how it attends, or may. Pure.
 
     longrope rotates keys with one of two sets of factors and dynamic NTK by a length. Llama 4 scales queries where more
@@ -253,7 +257,9 @@ def depends_on_length(model_config: Any) -> bool:  # Any: vLLM's ModelConfig
         return True
 
 
-CONDITIONS: Mapping[str, Callable[[Any, Any], bool]] = {  # Any: a field's value, and vLLM's section that has it
+CONDITIONS: Mapping[
+    str, Callable[[Any, Any], bool]
+] = {  # Any: a field's value, and vLLM's section that has it
     "model_config.max_model_len": lambda _, model_config: not depends_on_length(model_config),
     "model_config.generation_config": lambda _, model_config: not depends_on_length(model_config),
     "speculative_config": lambda speculative_config, _: has_no_weights(speculative_config),
@@ -297,7 +303,7 @@ def is_model_configuration(value: object) -> bool:
     return hasattr(value, "to_dict") and not isinstance(value, type)
 
 
-def _is_section(value: object) -> bool:
+def _is_section(value: object) -> TypeGuard[IsDataclass]:
     is_configuration = dataclasses.is_dataclass(value) and not isinstance(value, type)
     return is_configuration and not is_model_configuration(value)
 

@@ -75,6 +75,7 @@ class SchedulerHooks:
     def __init__(self) -> None:
         self._adapter_salts = AdapterSalts(newest_ns=time.time_ns())
         self._process_salt = secrets.token_bytes(32)
+        self._trusts_client_names = False
         self._block_pool: BlockPool | None = None
         self._can_wait_by_layer = False
         self._spans: RequestSpans | None = None  # none before the first request that has trace headers
@@ -107,7 +108,10 @@ class SchedulerHooks:
         if self.engine_watch.is_held or not self.is_offloadable(request):
             key_salt = None
         elif self._adapter_salts.is_ready(request):
-            key_salt = self._salt_client_names(request, self._adapter_salts.salt_of(request))
+            key_salt = self._adapter_salts.salt_of(request)
+            # Within one process a client's name stands for one image in vLLM's own caches too.
+            if key_salt is not None and has_client_names(request) and not self._trusts_client_names:
+                key_salt = hashlib.sha256(self._process_salt + key_salt).digest()
         else:
             return None, False
         if key_salt is None:
@@ -135,16 +139,6 @@ class SchedulerHooks:
         which remove tokens whose hashes were published.
         """
         return not (request.skip_reading_prefix_cache or request.resumable)
-
-    def _salt_client_names(self, request: Request, key_salt: bytes | None) -> bytes | None:
-        """Return the salt of a request's keys, one of this process where a client has named an image.
-
-        Within one process that name stands for one image in vLLM's own caches too.
-        """
-        settings = self._connector.spec.config.settings
-        if key_salt is None or settings.trust_multi_modal_uuids or not has_client_names(request):
-            return key_salt
-        return hashlib.sha256(self._process_salt + key_salt).digest()
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """Return every KV group: a load fills each device block allocated for it, so none must be zeroed."""
