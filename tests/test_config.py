@@ -46,38 +46,42 @@ def test_an_unknown_way_to_copy_is_refused_naming_those_there_are() -> None:
         parse_settings({"cuda_copier": "dma"})
 
 
+EVERY_SETTING: Mapping[str, Any] = {
+    "cpu_bytes_to_use": "2 GiB",
+    "eviction_policy": "arc",
+    "store_threshold": 2,
+    "max_tracker_size": 10,
+    "block_size": 64,
+    "offload_prompt_only": True,
+    "layerwise_load": True,
+    "spec_name": "Mine",
+    "spec_module_path": "my.module",
+    "lookup_deadline_s": 1,
+    "load_if": "faster",
+    "audit_ratio": 0.25,
+    "audit_limit": 0,
+    "audit_seed": 7,
+    "cuda_copier": "kernel",
+    "instance_id": "one",
+    "tenant_salt": "salt",
+    "trust_multi_modal_uuids": True,
+    "tenants": {"alice": {}},
+    "ttl_s": 60,
+    "record_trace": "/traces/engine.jsonl",
+    "record_max_bytes": "2 MB",
+    "record_salt_file": "/secrets/salt",
+    "control_socket": False,
+    "metrics_port": 9464,
+    "metrics_host": "0.0.0.0",  # noqa: S104 - a user's choice
+    "encryption": {"key_file": "/secrets/ring", "tenant": "acme"},
+    "secondary_tiers": [{"type": "fs"}],
+}
+"""A value of each setting that is not the default."""
+
+
 def test_every_setting_is_read() -> None:
-    given: Mapping[str, Any] = {
-        "cpu_bytes_to_use": "2 GiB",
-        "eviction_policy": "arc",
-        "store_threshold": 2,
-        "max_tracker_size": 10,
-        "block_size": 64,
-        "offload_prompt_only": True,
-        "layerwise_load": True,
-        "spec_name": "Mine",
-        "spec_module_path": "my.module",
-        "lookup_deadline_s": 1,
-        "load_if": "faster",
-        "audit_ratio": 0.25,
-        "audit_limit": 0,
-        "audit_seed": 7,
-        "cuda_copier": "kernel",
-        "instance_id": "one",
-        "tenant_salt": "salt",
-        "tenants": {"alice": {}},
-        "ttl_s": 60,
-        "record_trace": "/traces/engine.jsonl",
-        "record_max_bytes": "2 MB",
-        "record_salt_file": "/secrets/salt",
-        "control_socket": False,
-        "metrics_port": 9464,
-        "metrics_host": "0.0.0.0",  # noqa: S104 - a user's choice
-        "encryption": {"key_file": "/secrets/ring", "tenant": "acme"},
-        "secondary_tiers": [{"type": "fs"}],
-    }
-    assert set(given) == set(Settings.__dataclass_fields__)
-    assert parse_settings(given) == Settings(
+    assert set(EVERY_SETTING) == set(Settings.__dataclass_fields__)
+    assert parse_settings(EVERY_SETTING) == Settings(
         cpu_bytes_to_use=2 * 2**30,
         eviction_policy="arc",
         store_threshold=2,
@@ -95,6 +99,7 @@ def test_every_setting_is_read() -> None:
         cuda_copier=CudaCopier.KERNEL,
         instance_id="one",
         tenant_salt="salt",
+        trust_multi_modal_uuids=True,
         tenants={"alice": {}},
         ttl_s=60.0,
         record_trace="/traces/engine.jsonl",

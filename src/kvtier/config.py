@@ -19,10 +19,8 @@ from kvtier.quantities import parse_bytes, parse_ttl
 MAX_WHOLE = 2**63 - 1
 """More than any count; larger ones overflow where they become times or sizes."""
 
-
 MAX_GROUPS = 256
 """KV groups of a model: a key has one byte for the group."""
-
 
 DEFAULT_LOOKUP_DEADLINE_S = 5.0
 """Seconds that a request may wait for promotions. Zero waits for one step. Larger values let slow tiers finish but
@@ -150,7 +148,6 @@ DEFAULT_METRICS_HOST = "127.0.0.1"
 
 MAX_PORT = 65_535
 
-
 KEY_FILE_VARIABLE = "KVTIER_KEY_FILE"
 """Names the key ring where ``encryption`` does not: a path, as what stands in an environment can be read by others."""
 
@@ -191,6 +188,7 @@ class Settings:
         cuda_copier: how to move bytes between CUDA tensors and the primary tier.
         instance_id: name of this engine's shared-memory region; None: the engine's id.
         tenant_salt: separates tenants that must not share blocks.
+        trust_multi_modal_uuids: whether a name that a client gives an image stands for the same image after a restart.
         tenants: what each tenant of requests may keep, by name (``kvtier.tenants``); None: requests have no tenants.
         ttl_s: seconds after which a block in host memory is a miss; None: never.
         record_trace: absolute path of a trace of the requests; None: no recording.
@@ -220,6 +218,7 @@ class Settings:
     cuda_copier: CudaCopier = CudaCopier.AUTO
     instance_id: str | None = None
     tenant_salt: str = field(default="", repr=False)
+    trust_multi_modal_uuids: bool = False
     tenants: Mapping[str, Any] | None = None  # Any: parsed by make_tenants, which knows the tiers
     ttl_s: float | None = None
     record_trace: str | None = None
@@ -264,6 +263,7 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:  # Any: this is
         cuda_copier=read.choice("cuda_copier", CudaCopier.AUTO),
         instance_id=read.text("instance_id", "") or None,
         tenant_salt=read.text("tenant_salt", ""),
+        trust_multi_modal_uuids=read.flag("trust_multi_modal_uuids", default=False),
         tenants=extra_config.get("tenants"),
         ttl_s=read.ttl("ttl_s"),
         record_trace=read.text("record_trace", "") or None,

@@ -293,7 +293,9 @@ class RequestRecords:
         if salt:
             detail["cache_salt"] = blake2b(str(salt).encode(), key=self._salt_key, digest_size=4).hexdigest()
         if state.key_salt:
-            detail["adapter"] = "yes"
+            is_adapted = getattr(state.request, "lora_request", None) is not None
+            names_images = not is_adapted and getattr(state.request, "mm_features", None)  # only vLLM's
+            detail["client_names" if names_images else "adapter"] = "yes"
         return Miss(MissCause.NEVER_SEEN, "", MappingProxyType(detail)) if detail else NEVER_SEEN
 
     def _remember(self, keys: Sequence[OffloadKey], reason: NotStored) -> None:

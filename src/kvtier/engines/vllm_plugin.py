@@ -5,8 +5,8 @@ when vLLM makes its configuration, in the process of the API server. vLLM shows 
 model has been loaded and profiled, so that a misspelled one would cost that much time. No hook of a connector comes
 earlier on every platform (docs/adr/0040), so the configuration's own check is extended.
 
-In an engine without kvtier nothing of it but this file is imported. Source: ``vllm/plugins`` and
-``KVConnectorFactory`` of vLLM 0.28 to 0.33.
+In an engine without kvtier nothing of it but this file is imported. Source: ``vllm/plugins``, ``KVConnectorFactory``
+and ``ProcessorInputs`` of vLLM 0.28 to 0.33.
 """
 
 import functools
@@ -21,6 +21,10 @@ MODULE = "kvtier.engines.vllm"
 
 SEVERAL = "MultiConnector"
 """vLLM's connector of connectors, whose settings have those of each."""
+
+
+CLIENT = "client-"
+"""Stands before a hash of a name that a client gave, so that it is no hash of an image."""
 
 
 def register() -> None:
@@ -58,6 +62,35 @@ def check_before_start(vllm_config: VllmConfig) -> None:
         if transfer_config.kv_connector == CONNECTOR and vllm_config.model_config is not None:
             check_supported(vllm_config)
         check_settings(extra_config)
+        if getattr(vllm_config.model_config, "multimodal_config", None) is not None:
+            mark_client_names()
+
+
+def mark_client_names() -> None:
+    """Make the name that a client gave an image visible where vLLM hashes it; idempotent.
+
+    With ``mm_processor_kwargs`` or ``media_io_kwargs`` vLLM hashes such a name together with them, and what comes of it
+    looks as if it were the image's own hash. Only the process that gets the request knows the difference.
+    """
+    try:
+        from vllm.multimodal.processing.inputs import ProcessorInputs
+    except ImportError:  # a release that has it elsewhere, where such names stay hidden
+        return
+    stock = ProcessorInputs.get_mm_hashes
+    if hasattr(stock, "__wrapped__"):
+        return
+
+    @functools.wraps(stock)
+    def get_mm_hashes(self: ProcessorInputs, *args: object, **kwargs: object) -> dict[str, list[str]]:
+        hashes: dict[str, list[str]] = stock(self, *args, **kwargs)
+        for modality, names in (self.mm_uuid_items or {}).items():
+            hashes[modality] = [
+                made if name is None or name == made else f"{CLIENT}{made}"
+                for made, name in zip(hashes.get(modality, ()), names, strict=False)
+            ]
+        return hashes
+
+    ProcessorInputs.get_mm_hashes = get_mm_hashes
 
 
 def own_settings(transfer_config: KVTransferConfig) -> Iterator[Mapping[str, Any]]:  # Any: JSON of the user

@@ -110,6 +110,7 @@ FIELD_REMEDIES = (
     ("rope", "Keys were rotated in another way: use the same RoPE settings."),
     ("dtype", "Bytes have another type: start with the same --dtype."),
     ("revision", "The weights are others: blocks of the old ones are rightly not used."),
+    ("model.weights", "The weights are others: blocks of the old ones are rightly not used."),
     ("adapter", "Another adapter is loaded: its blocks are its own."),
     ("block_size", "Blocks have another size: use the same block_size."),
     ("parallel", "Rows of another number of workers have another layout: use the same parallelism."),

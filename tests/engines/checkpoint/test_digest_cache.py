@@ -126,7 +126,7 @@ def test_what_was_added_last_is_kept_when_there_are_too_many(
     monkeypatch.setattr(module, "MAX_ENTRIES", 2)
     for name in ("a.bin", "b.bin", "c.bin"):
         (tmp_path / name).write_bytes(b"1")
-    files = [find_files(tmp_path / name)[0] for name in ("a.bin", "b.bin", "c.bin")]
+    files = find_files(tmp_path)
     for file in files:
         add_digest(path, file)
 

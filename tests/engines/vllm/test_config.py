@@ -336,7 +336,7 @@ def test_a_worker_reads_no_weights(
     (tmp_path / "model.bin").symlink_to(tmp_path / "gone")
     config.model_config.model = str(tmp_path)
 
-    assert make_offloading_config(config, kv_cache_config, WORKER).model.revision == "not read here"
+    assert make_offloading_config(config, kv_cache_config, WORKER).model.weights == "not read here"
 
 
 def test_pages_of_another_type_are_another_namespace(config: VllmConfig) -> None:

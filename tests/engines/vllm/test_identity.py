@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -14,18 +15,19 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 import torch
 from safetensors.torch import save_file
-from tests.engines.vllm.configs import TINY_LLAMA, with_kvtier
+from tests.engines.vllm.configs import TINY_LLAMA, cache_config, full, group, with_kvtier
 from vllm.config import ModelConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from kvtier.config import ModelIdentity
 from kvtier.engines.checkpoint.files import process_start_ns
 from kvtier.engines.vllm import identity
-from kvtier.engines.vllm.identity import (
-    describe_settings,
-    make_model_identity,
-    start_fingerprints,
-)
+from kvtier.engines.vllm.config import make_offloading_config
+from kvtier.engines.vllm.identity import LoadedWeightsNamer, make_model_identity, start_fingerprints
+from kvtier.engines.vllm.loaded_weights import Origin, Weights
 from kvtier.errors import ConfigError, FingerprintError
+from kvtier.namespace import make_namespace
 
 
 @pytest.fixture
@@ -51,18 +53,32 @@ def checkpoint(folder: Path, weights: dict[str, torch.Tensor]) -> Path:
     return folder
 
 
-def revision(config: VllmConfig, folder: Path) -> str:
-    """Return the revision of an engine's identity when it runs the checkpoint in ``folder``."""
+def identify(config: VllmConfig, folder: Path, **settings: object) -> ModelIdentity:
+    """Return an engine's identity when it runs the checkpoint in ``folder``."""
     copied = copy.deepcopy(config)
     copied.model_config.model = str(folder)
-    return make_model_identity(copied).revision
+    for name, value in settings.items():
+        object.__setattr__(copied.model_config, name, value)
+    return make_model_identity(copied)
+
+
+def weights_name(config: VllmConfig, folder: Path) -> str:
+    """Return the name of the weights of the checkpoint in ``folder``."""
+    return identify(config, folder).weights
+
+
+def namespace_of(vllm_config: VllmConfig, identity: ModelIdentity) -> str:
+    """Return the name under which an engine with this identity keeps its blocks."""
+    caches = cache_config(group(full(), "layer.0"))
+    config = make_offloading_config(vllm_config, caches, KVConnectorRole.SCHEDULER)
+    return make_namespace(replace(config, model=identity), row_stride_bytes=8192).name
 
 
 def test_a_copy_of_a_checkpoint_has_its_fingerprint(config: VllmConfig, tmp_path: Path) -> None:
     one, other = checkpoint(tmp_path / "one", tensors()), checkpoint(tmp_path / "other", tensors())
 
-    assert revision(config, one) == revision(config, other)
-    assert revision(config, one).startswith("blake3-of-every-byte:")
+    assert weights_name(config, one) == weights_name(config, other)
+    assert weights_name(config, one).startswith("blake3-of-every-byte:")
 
 
 @pytest.mark.parametrize("position", [0, -1])
@@ -73,8 +89,8 @@ def test_a_change_of_one_value_at_either_end_of_any_tensor_is_seen(
     changed = tensors()
     changed[name].view(-1)[position] += 1
 
-    before = revision(config, checkpoint(tmp_path / "before", tensors()))
-    assert revision(config, checkpoint(tmp_path / "after", changed)) != before
+    before = weights_name(config, checkpoint(tmp_path / "before", tensors()))
+    assert weights_name(config, checkpoint(tmp_path / "after", changed)) != before
 
 
 @pytest.mark.parametrize("change", ["name", "shape", "type", "missing"])
@@ -87,8 +103,8 @@ def test_tensors_of_another_form_are_another_checkpoint(
         other = {"name": norm, "shape": norm.reshape(8, 8), "type": norm.view(torch.int32)}[change]
         changed["norms" if change == "name" else "norm"] = other
 
-    before = revision(config, checkpoint(tmp_path / "before", tensors()))
-    assert revision(config, checkpoint(tmp_path / "after", changed)) != before
+    before = weights_name(config, checkpoint(tmp_path / "before", tensors()))
+    assert weights_name(config, checkpoint(tmp_path / "after", changed)) != before
 
 
 @pytest.mark.parametrize(
@@ -107,11 +123,11 @@ def test_the_last_byte_counts_in_any_file_of_weights_or_code_whatever_its_times(
     folder = checkpoint(tmp_path / "model", tensors())
     (folder / file_name).write_bytes(b"0" * 9999 + b"1")
     os.utime(folder / file_name, ns=(1, 1))
-    before = revision(config, folder)
+    before = weights_name(config, folder)
     (folder / file_name).write_bytes(b"0" * 9999 + b"2")
     os.utime(folder / file_name, ns=(1, 1))
 
-    assert revision(config, folder) != before
+    assert weights_name(config, folder) != before
 
 
 @pytest.mark.parametrize(
@@ -119,11 +135,104 @@ def test_the_last_byte_counts_in_any_file_of_weights_or_code_whatever_its_times(
 )
 def test_files_that_change_no_block_do_not_count(config: VllmConfig, tmp_path: Path, file_name: str) -> None:
     folder = checkpoint(tmp_path / "model", tensors())
-    before = revision(config, folder)
+    before = weights_name(config, folder)
     (folder / file_name).parent.mkdir(exist_ok=True)
     (folder / file_name).write_bytes(b"anything")
 
-    assert revision(config, folder) == before
+    assert weights_name(config, folder) == before
+
+
+def test_the_same_bytes_are_one_namespace_wherever_they_are_and_whatever_they_are_called(
+    config: VllmConfig, tmp_path: Path
+) -> None:
+    one = checkpoint(tmp_path / "models" / "one", tensors())
+    other = checkpoint(tmp_path / "mnt" / "2" / "renamed", tensors())
+    link = tmp_path / "link"
+    link.symlink_to(one)
+    first = identify(config, one)
+    moved = [identify(config, other), identify(config, link)]
+    moved.append(identify(config, other, served_model_name="b", tokenizer="/t", revision="main", seed=7))
+
+    assert first.name != moved[0].name
+    assert {namespace_of(config, found) for found in moved} == {namespace_of(config, first)}
+    changed = tensors()
+    changed["embed"][-1] += 1
+    different = identify(config, checkpoint(tmp_path / "changed", changed))
+    assert namespace_of(config, different) != namespace_of(config, first)
+
+
+@pytest.mark.parametrize("change", [{"model": "/mnt/other"}, {"revision": "w2"}])
+def test_of_weights_that_are_not_read_name_and_revision_count(
+    config: VllmConfig, change: dict[str, str]
+) -> None:
+    config.load_config.load_format = "tensorizer"
+    config.model_config.model, config.model_config.revision = "/mnt/model", "w1"
+    first = make_model_identity(config, outlives_engine=True)
+    for name, value in change.items():
+        object.__setattr__(config.model_config, name, value)
+    second = make_model_identity(config, outlives_engine=True)
+
+    assert (first.weights, first.revision) == ("", "w1")
+    assert namespace_of(config, first) != namespace_of(config, second)
+
+
+def test_a_model_in_a_bucket_is_called_by_its_url_without_credentials(config: VllmConfig) -> None:
+    config.model_config.model, config.model_config.revision = "/root/.cache/pulled/3f2a", "w1"
+    object.__setattr__(config.model_config, "model_weights", "s3://KEY:SECRET@bucket/model")
+
+    assert make_model_identity(config, outlives_engine=True).name == "s3://bucket/model"
+    config.model_config.revision = None
+    with pytest.raises(ConfigError) as refusal:
+        make_model_identity(config, outlives_engine=True)
+    assert "SECRET" not in str(refusal.value)
+
+
+def test_both_halves_read_one_configuration_and_only_the_schedulers_reads_files(
+    config: VllmConfig, tmp_path: Path
+) -> None:
+    config.model_config.model = str(checkpoint(tmp_path / "model", tensors()))
+    caches = cache_config(group(full(), "layer.0"))
+    scheduler, worker = (
+        make_offloading_config(config, caches, role).model
+        for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER)
+    )
+
+    assert scheduler == replace(worker, weights=scheduler.weights)
+    assert worker.weights != scheduler.weights
+
+
+def test_weights_loaded_in_place_have_the_name_of_an_engine_that_started_with_them(
+    config: VllmConfig, tmp_path: Path
+) -> None:
+    changed = tensors()
+    changed["embed"][-1] += 1
+    places = [
+        checkpoint(tmp_path / name, weights)
+        for name, weights in (("first", tensors()), ("copy", tensors()), ("trained", changed))
+    ]
+    config.model_config.model = str(places[0])
+    started = make_model_identity(config)
+    namer = LoadedWeightsNamer(config, started)
+
+    def load(place: Path) -> ModelIdentity | None:
+        """Load the weights of a folder in place."""
+        namer.before_load(str(place))
+        return namer.name(Weights(Origin.FILES, str(place)), NoWorkers())
+
+    assert load(places[1]) == started
+    trained = load(places[2])
+    assert trained is not None
+    assert namespace_of(config, trained) == namespace_of(config, identify(config, places[2]))
+    assert namespace_of(config, trained) != namespace_of(config, started)
+
+
+class NoWorkers:
+    """Stands for workers that cannot see their weights."""
+
+    def collective_rpc(self, method: object) -> list[str]:
+        """Return no digest."""
+        del method
+        return [""]
 
 
 def test_one_file_of_weights_is_a_model_too(config: VllmConfig, tmp_path: Path) -> None:
@@ -131,8 +240,12 @@ def test_one_file_of_weights_is_a_model_too(config: VllmConfig, tmp_path: Path) 
     one.write_bytes(b"0" * 9999 + b"1")
     other.write_bytes(b"0" * 9999 + b"2")
 
-    assert revision(config, one).startswith("blake3-of-every-byte:")
-    assert revision(config, one) != revision(config, other)
+    assert weights_name(config, one).startswith("blake3-of-every-byte:")
+    assert weights_name(config, one) != weights_name(config, other)
+    renamed = tmp_path / "moved" / "renamed.gguf"
+    renamed.parent.mkdir()
+    renamed.write_bytes(one.read_bytes())
+    assert weights_name(config, renamed) == weights_name(config, one)
 
 
 def test_a_background_job_that_has_begun_earlier_gives_the_same_name(
@@ -155,7 +268,7 @@ def test_weights_that_change_between_reading_and_use_end_the_start(
 
     with pytest.raises(FingerprintError, match=r"00002\.safetensors: it changed"):
         make_model_identity(config)
-    assert make_model_identity(config).revision == revision(config, folder)
+    assert make_model_identity(config).weights == weights_name(config, folder)
 
 
 def test_weights_that_cannot_be_read_end_the_start(config: VllmConfig, tmp_path: Path) -> None:
@@ -163,15 +276,15 @@ def test_weights_that_cannot_be_read_end_the_start(config: VllmConfig, tmp_path:
     (folder / "model-00003.safetensors").symlink_to(tmp_path / "gone")
 
     with pytest.raises(FingerprintError, match=r"model-00003.safetensors: No such file .*make it readable"):
-        revision(config, folder)
+        weights_name(config, folder)
 
 
 def test_random_weights_are_named_by_their_seed(vllm_config: VllmConfig) -> None:
     first, second = with_kvtier(vllm_config), with_kvtier(vllm_config)
     second.model_config.seed = first.model_config.seed + 1
 
-    assert make_model_identity(first).revision == f"random-weights-of-seed:{first.model_config.seed}"
-    assert make_model_identity(second).revision != make_model_identity(first).revision
+    assert make_model_identity(first).weights == f"random-weights-of-seed:{first.model_config.seed}"
+    assert make_model_identity(second).weights != make_model_identity(first).weights
 
 
 def test_a_model_of_a_hub_is_named_by_its_commit_then_by_what_the_user_says(config: VllmConfig) -> None:
@@ -237,7 +350,7 @@ def test_code_of_another_repository_is_refused_until_its_commit_is_given(
         make_model_identity(config, outlives_engine=True)
 
     config.model_config.code_revision = "8cde5ca8" * 5
-    assert make_model_identity(config, outlives_engine=True).revision.startswith("blake3-of-every-byte:")
+    assert make_model_identity(config, outlives_engine=True).weights.startswith("blake3-of-every-byte:")
 
 
 def test_a_model_in_the_cache_of_a_hub_is_named_by_its_bytes(config: VllmConfig, tmp_path: Path) -> None:
@@ -250,14 +363,14 @@ def test_a_model_in_the_cache_of_a_hub_is_named_by_its_bytes(config: VllmConfig,
     config.model_config.hf_config._commit_hash = commit
     config.load_config.download_dir = str(tmp_path)
 
-    assert make_model_identity(config, outlives_engine=True).revision == revision(config, folder)
+    assert make_model_identity(config, outlives_engine=True).weights == weights_name(config, folder)
 
 
 def test_weights_that_changed_after_the_engines_process_began_may_not_be_what_was_loaded(
     config: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config.model_config.model = str(checkpoint(tmp_path / "model", tensors()))
-    assert make_model_identity(config, outlives_engine=True).revision
+    assert make_model_identity(config, outlives_engine=True).weights
 
     monkeypatch.setattr(multiprocessing.current_process(), "_name", "EngineCore_DP0")
     with pytest.raises(
@@ -272,11 +385,12 @@ def test_a_process_began_before_now_and_after_the_machine() -> None:
     assert time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME) < began_ns <= time.time_ns()
 
 
+@dataclass
 class DraftConfig:
     """What is read of a speculative configuration."""
 
-    def __init__(self, draft_model_config: ModelConfig) -> None:
-        self.draft_model_config = draft_model_config
+    draft_model_config: ModelConfig
+    method: str = "draft_model"
 
 
 def test_another_drafting_model_is_another_identity(vllm_config: VllmConfig) -> None:
@@ -289,7 +403,7 @@ def test_another_drafting_model_is_another_identity(vllm_config: VllmConfig) -> 
         object.__setattr__(config, "speculative_config", DraftConfig(draft))
         drafts.append(make_model_identity(config))
 
-    assert len({identity.revision for identity in (alone, *drafts)}) == 3
+    assert len({identity.weights for identity in (alone, *drafts)}) == 3
     assert drafts[0].config_digest != alone.config_digest
 
 
@@ -297,27 +411,26 @@ def test_the_configuration_is_there_in_words_and_its_digest_is_made_from_them(
     vllm_config: VllmConfig,
 ) -> None:
     found = make_model_identity(with_kvtier(vllm_config))
-    words = json.loads(found.config_json)["model"]
+    words = json.loads(found.config_json)["model_config.hf_config"]
     assert hashlib.sha256(found.config_json.encode()).hexdigest() == found.config_digest
     assert words["hidden_size"] == TINY_LLAMA["hidden_size"]
     assert "rope_parameters" in words
-    assert "vllm_quantization" in words
 
 
 def test_a_changed_drafting_model_is_another_identity(config: VllmConfig, tmp_path: Path) -> None:
     changed = tensors()
     changed["embed"][-1] += 1
     config.model_config.model = str(checkpoint(tmp_path / "model", tensors()))
-    revisions = set()
+    found = set()
     for name, weights in (("one", tensors()), ("other", changed)):
         draft = copy.deepcopy(config.model_config)
         draft.model = "draft"
         place = checkpoint(tmp_path / name / "draft", weights)
         draft.model = str(place)
         object.__setattr__(config, "speculative_config", DraftConfig(draft))
-        revisions.add(make_model_identity(config).revision.replace(str(place), "draft"))
+        found.add(make_model_identity(config).weights)
 
-    assert len(revisions) == 2
+    assert len(found) == 2
 
 
 def test_another_attention_backend_is_another_identity(vllm_config: VllmConfig) -> None:
@@ -329,29 +442,6 @@ def test_another_attention_backend_is_another_identity(vllm_config: VllmConfig) 
     found.append(make_model_identity(config))
 
     assert len({identity.config_digest for identity in found}) == 3
-    words = json.loads(found[2].config_json)["attention"]
-    assert words["backend"] == "TRITON_ATTN"
-    assert words["backend sliding_window"] == "FLASH_ATTN"
-
-
-def test_settings_that_change_nothing_do_not_count_wherever_they_stand(vllm_config: VllmConfig) -> None:
-    first, second = copy.deepcopy(vllm_config.model_config), copy.deepcopy(vllm_config.model_config)
-    first.hf_config.text_config = {"hidden_size": 1, "transformers_version": "5.0", "_name_or_path": "a"}
-    second.hf_config.text_config = {"hidden_size": 1, "transformers_version": "5.1", "_name_or_path": "b"}
-    third = copy.deepcopy(second)
-    third.hf_config.text_config["hidden_size"] = 2
-
-    assert describe_settings(first) == describe_settings(second)
-    assert describe_settings(third) != describe_settings(second)
-
-
-@pytest.mark.parametrize(("rope_type", "is_different"), [("longrope", True), ("linear", False)])
-def test_the_longest_request_counts_where_it_decides_how_keys_are_rotated(
-    vllm_config: VllmConfig, rope_type: str, is_different: bool
-) -> None:
-    short = copy.deepcopy(vllm_config.model_config)
-    short.hf_config.rope_parameters = {"rope_type": rope_type, "factor": 2.0}
-    long = copy.deepcopy(short)
-    long.max_model_len = 2 * short.max_model_len
-
-    assert (describe_settings(short) != describe_settings(long)) is is_different
+    words = json.loads(found[2].config_json)
+    assert "triton_attn" in str(words["attention_config.backend"])
+    assert "flash_attn" in str(words["attention_config.backend_per_kind"])

@@ -71,6 +71,23 @@ def test_other_weights_under_the_same_path_are_another_namespace(tmp_path: Path)
     assert namespace_of(name=str(tmp_path)) != first
 
 
+def test_the_same_weights_are_one_namespace_in_a_folder_that_was_moved(tmp_path: Path) -> None:
+    found = set()
+    for name in ("first", "renamed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text('{"rope_theta": 10000}')
+        (tmp_path / name / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}first")
+        found.add(namespace_of(name=str(tmp_path / name)))
+
+    assert len(found) == 1
+    assert namespace_of("main, fp8", name=str(tmp_path / "first")) not in found
+
+
+def test_a_models_url_loses_its_credentials() -> None:
+    config = make_stock_config(make_stock_facts(name="s3://KEY:SECRET@bucket/model"), model_identity="main")
+    assert config.model.name == "s3://bucket/model"
+
+
 def test_other_weights_in_one_file_are_another_namespace(tmp_path: Path) -> None:
     weights = tmp_path / "model.gguf"
     weights.write_bytes(b"first")

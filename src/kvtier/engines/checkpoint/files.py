@@ -69,7 +69,7 @@ class CheckpointFile:
     """One file of a checkpoint.
 
     Attributes:
-        name: its path inside the checkpoint; only the file's own name where the checkpoint is one file.
+        name: its path inside the checkpoint; only the ending of its name where the checkpoint is one file.
         path: where its bytes are, links resolved.
         stamp: its state when the checkpoint was listed.
     """
@@ -86,7 +86,7 @@ def find_files(place: Path) -> tuple[CheckpointFile, ...]:
         FingerprintError: a file or folder cannot be read.
     """
     if place.is_file():
-        return (_describe(place.name, place),)
+        return (_describe(place.suffix, place),)
     paths: list[Path] = []
     for folder, folder_names, file_names in os.walk(place, onerror=_refuse, followlinks=True):
         folder_names[:] = [name for name in folder_names if not IRRELEVANT_FOLDERS.fullmatch(name)]

@@ -82,6 +82,7 @@ class KVTierConnector(SchedulerHooks, WorkerHooks, KVConnectorBase_V1, SupportsH
             self._metrics = self._serve_metrics(vllm_config)
             recompute_failed_loads(vllm_config)
             self._can_wait_by_layer = self._admits_layerwise(vllm_config)
+            self._trusts_client_names = self._connector.spec.config.settings.trust_multi_modal_uuids
             self._log_start(vllm_config)
 
     def get_kv_connector_stats(self) -> KVTierStats | None:

@@ -194,7 +194,9 @@ def describe_switch(weights: Weights, name: ModelIdentity | None) -> None:
             weights.origin.value,
         )
     else:
-        logger.info("other weights are loaded: %s %s", name.name, name.revision)
+        logger.info(
+            "other weights are loaded: %s %s", weights.path or name.name, name.weights or name.revision
+        )
 
 
 def release_kv_caches(worker: object) -> None:

@@ -1,8 +1,10 @@
-"""The identity of an engine's weights, for the namespace of its blocks.
+"""The identity of what an engine computes with, for the namespace of its blocks: its weights and its configuration.
 
-A checkpoint on a local disk, in a folder or in the hub's cache, is identified by every byte of its files
-(``kvtier.engines.checkpoint``), random weights by their seed. Weights that cannot be read (in a bucket, in another
-server's memory) are identified by their commit or by --revision. Without either, the blocks belong to this engine only.
+A checkpoint on a local disk, in a folder or in the hub's cache, is named by every byte of its files
+(``kvtier.engines.checkpoint``), random weights by their seed; what the model is called and where it is are then no part
+of the identity. Weights that cannot be read (in a bucket, in another server's memory) are named by the model's name
+with their commit or --revision. Without either, the blocks belong to this engine only. Of the configuration everything
+is a part that is not proven not to matter (``named_fields``).
 """
 
 import hashlib
@@ -11,8 +13,9 @@ import logging
 import multiprocessing
 import os
 import re
+import secrets
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,6 +36,7 @@ from kvtier.engines.checkpoint import (
 )
 from kvtier.engines.vllm.engine_watch import Executor
 from kvtier.engines.vllm.loaded_weights import Origin, Weights, digest_model
+from kvtier.engines.vllm.named_fields import has_no_weights, name_fields, without_credentials
 from kvtier.errors import ConfigError, FingerprintError
 
 logger = logging.getLogger(__name__)
@@ -49,9 +53,6 @@ own copy, "tensorizer", "ipc_cache", "modelexpress", and the formats of plug-ins
 COMMIT = re.compile(r"[0-9a-f]{40}")
 """A commit, which names one state of a repository; branches and tags can move."""
 
-UNRELATED_SETTINGS = frozenset({"transformers_version", "_name_or_path", "name_or_path", "_commit_hash"})
-"""Settings of a model's configuration that do not change what it computes."""
-
 NOT_READ = "not read here"
 """Replaces the fingerprint of files where none is needed."""
 
@@ -65,11 +66,13 @@ class WeightsName:
 
     Attributes:
         text: the name.
+        is_of_bytes: whether it says every byte, so that what the model is called does not matter.
         ambiguity: why other weights could get the same name; empty when none can.
         fingerprint: of the files that were read; None when none were.
     """
 
     text: str
+    is_of_bytes: bool = False
     ambiguity: str = ""
     fingerprint: Fingerprint | None = None
 
@@ -114,7 +117,7 @@ def start_fingerprints(vllm_config: VllmConfig) -> None:
 def make_model_identity(
     vllm_config: VllmConfig, *, outlives_engine: bool = False, reads_files: bool = True
 ) -> ModelIdentity:
-    """Return name, revision, data type and configuration of the model. Waits until all weights are read.
+    """Return the identity of weights and configuration. Waits until all weights are read.
 
     Args:
         vllm_config: the engine's configuration.
@@ -126,36 +129,53 @@ def make_model_identity(
         ConfigError: blocks outlive the engine, and the identity of the weights is ambiguous.
     """
     model_config = vllm_config.model_config
+    names: list[WeightsName] = []
     parts: list[str] = []
-    settings: dict[str, object] = {}
     try:
         for role, model, load_config in models_of(vllm_config):
             name = describe_weights(vllm_config, model, load_config, reads_files=reads_files)
             if outlives_engine:
                 require_unambiguous(role, model, name)
+            names.append(name)
             # The layers of a draft model have KV too, in the same blocks.
-            parts.append(name.text if role == "model" else f"{role} {model.model} {name.text}")
-            settings[role] = describe_settings(model)
+            called = "" if name.is_of_bytes else f"{called_by(model)} "
+            parts.append(name.text if role == "model" else f"{role} {called}{name.text}")
     finally:
         _running.forget()
-    settings["attention"] = describe_attention(vllm_config)
-    lora_config = getattr(vllm_config, "lora_config", None)
-    if lora_config is not None:
-        settings["lora_dtype"] = str(lora_config.lora_dtype)
-    canonical = json.dumps(settings, sort_keys=True, default=str)
+    text, is_of_bytes = "; ".join(parts), names[0].is_of_bytes
+    canonical = describe_configuration(vllm_config)
     return ModelIdentity(
-        name=str(model_config.model),
-        revision="; ".join(parts),
+        name=called_by(model_config),
+        revision=str(model_config.revision or "") if is_of_bytes else text,
         dtype=str(model_config.dtype),
         config_digest=hashlib.sha256(canonical.encode()).hexdigest(),
         config_json=canonical,
+        weights=text if is_of_bytes else "",
     )
+
+
+def describe_configuration(vllm_config: VllmConfig) -> str:
+    """Return what the configuration says of the bytes, as JSON.
+
+    With a field that no other engine can be known to have, it is that of this start alone.
+    """
+    words, unstable = name_fields(vllm_config)
+    if unstable:
+        # Drawn for each start: an engine_id can be given, and the same function may do something else tomorrow.
+        words = {**words, "of_one_start": secrets.token_hex(16)}
+        logger.warning(
+            "%s: what it is set to has no form that another process can compare, so only this start of the engine "
+            "uses its blocks; set it to plain values to share them",
+            ", ".join(unstable),
+        )
+    return json.dumps(words, sort_keys=True)
 
 
 class LoadedWeightsNamer:
     """Names weights that were loaded in place, by the files that they were read from or by their bytes in memory.
 
-    Everything else of the identity is as at the start: vLLM loads weights into the model that it has built.
+    Everything else of the identity is as at the start: vLLM loads weights into the model that it has built. Equal bytes
+    of another folder have an equal identity, also in what people call the model.
 
     Args:
         vllm_config: the engine's configuration.
@@ -183,14 +203,13 @@ class LoadedWeightsNamer:
         if self._has_foreign_code or weights.origin not in (Origin.FILES, Origin.TRANSFER):
             return None
         text = self._name_files(weights.path) if weights.origin is Origin.FILES else ""
-        path = weights.path if text else ""
         if not text and self._shows_all:
             text = join_digests(executor.collective_rpc(digest_weights))
         if not text:
             return None
         # A draft model keeps the weights of the start.
-        _, separator, drafts = self._started.revision.partition("; ")
-        return replace(self._started, name=path or self._started.name, revision=f"{text}{separator}{drafts}")
+        _, separator, drafts = (self._started.weights or self._started.revision).partition("; ")
+        return replace(self._started, weights=f"{text}{separator}{drafts}")
 
     def _name_files(self, path: str) -> str:
         """Return the fingerprint of a folder; empty if files have changed since ``before_load``, or cannot be read."""
@@ -237,37 +256,12 @@ def models_of(vllm_config: VllmConfig) -> Iterator[tuple[str, ModelConfig, LoadC
     yield "model", vllm_config.model_config, vllm_config.load_config
     speculative = vllm_config.speculative_config
     draft_config = getattr(speculative, "draft_model_config", None)
-    if draft_config is not None:
+    if draft_config is not None and not has_no_weights(speculative):
         yield (
             "draft",
             draft_config,
             getattr(speculative, "draft_load_config", None) or vllm_config.load_config,
         )
-
-
-def describe_settings(model_config: ModelConfig) -> dict[str, object]:
-    """Return the effective configuration of a model, without settings that do not change its results. Pure."""
-    settings = _without_unrelated(model_config.hf_config.to_dict())
-    settings["vllm_quantization"] = str(model_config.quantization)
-    settings["vllm_dtype"] = str(model_config.dtype)
-    if "longrope" in json.dumps(settings, default=str):
-        # longrope rotates keys with one of two sets of factors, and the engine's longest request decides which.
-        settings["vllm_max_model_len"] = model_config.max_model_len
-    return settings
-
-
-def describe_attention(vllm_config: VllmConfig) -> dict[str, str]:
-    """Return which code computes attention, as far as the engine's settings say; each rounds in its own way. Pure."""
-    attention = getattr(vllm_config, "attention_config", None)
-    per_kind = getattr(attention, "backend_per_kind", None) or {}
-    chosen = {"": getattr(attention, "backend", None), **per_kind}
-    device = getattr(getattr(vllm_config, "device_config", None), "device_type", "")
-    names = {
-        kind: getattr(backend, "name", str(backend))
-        for kind, backend in chosen.items()
-        if backend is not None
-    }
-    return {"device": str(device), **{f"backend {kind}".strip(): name for kind, name in names.items()}}
 
 
 def describe_weights(
@@ -281,15 +275,19 @@ def describe_weights(
     foreign_code = find_foreign_code(model_config)
     if format_of(load_config) == "dummy":
         ambiguity = "the code that comes with the model is not read" if _runs_own_code(model_config) else ""
-        return WeightsName(f"random-weights-of-seed:{model_config.seed}", ambiguity)
+        return WeightsName(
+            f"random-weights-of-seed:{model_config.seed}", is_of_bytes=True, ambiguity=ambiguity
+        )
     place = find_checkpoint(model_config, load_config)
     if place is not None and not reads_files:
-        return WeightsName(NOT_READ, foreign_code)
+        return WeightsName(NOT_READ, is_of_bytes=True, ambiguity=foreign_code)
     if place is not None:
         fingerprint = _running.start(vllm_config, place, str(model_config.model)).wait()
         require_unchanged(fingerprint.files)
         if fingerprint.text:
-            return WeightsName(fingerprint.text, foreign_code, fingerprint)
+            return WeightsName(
+                fingerprint.text, is_of_bytes=True, ambiguity=foreign_code, fingerprint=fingerprint
+            )
     return name_unread_weights(vllm_config, model_config, load_config, foreign_code)
 
 
@@ -300,24 +298,24 @@ def name_unread_weights(
     is_from_hub = is_hub_name(model_config) and format_of(load_config) in FORMATS_IN_FILES
     commit = getattr(model_config.hf_config, "_commit_hash", None) if is_from_hub else None
     if commit:
-        return WeightsName(str(commit), foreign_code)
+        return WeightsName(str(commit), ambiguity=foreign_code)
     revision = model_config.revision
     if revision:
         is_movable = is_from_hub and not COMMIT.fullmatch(str(revision))
         ambiguity = (
             f"--revision {revision} is not a commit and may move to other weights" if is_movable else ""
         )
-        return WeightsName(str(revision), ambiguity or foreign_code)
+        return WeightsName(str(revision), ambiguity=ambiguity or foreign_code)
     engine_id = vllm_config.kv_transfer_config.engine_id
     logger.warning(
         "the weights of %s have no identity: only engine_id %s uses its blocks; give --revision to share them",
-        model_config.model,
+        called_by(model_config),
         engine_id,
     )
     ambiguity = (
         f"its weights cannot be read (load format {format_of(load_config)!r}), and have no other identity"
     )
-    return WeightsName(f"unidentified-weights-of-engine:{engine_id}", ambiguity)
+    return WeightsName(f"unidentified-weights-of-engine:{engine_id}", ambiguity=ambiguity)
 
 
 def require_unambiguous(role: str, model_config: ModelConfig, name: WeightsName) -> None:
@@ -333,7 +331,7 @@ def require_unambiguous(role: str, model_config: ModelConfig, name: WeightsName)
             f"{name.ambiguity}: give {flag} the commit, or where there is none a name that no other weights will ever "
             "have; or download the model into a folder; or leave secondary_tiers out"
         )
-        raise ConfigError("model", str(model_config.model), remedy)
+        raise ConfigError("model", called_by(model_config), remedy)
     is_own_process = multiprocessing.current_process().name.startswith(ENGINE_PROCESS)
     if name.fingerprint is None or not is_own_process or is_hub_name(model_config):
         return
@@ -378,6 +376,12 @@ def find_foreign_code(model_config: ModelConfig) -> str:
     return f"it runs code of {', '.join(sorted(foreign))} without a fixed commit"
 
 
+def called_by(model_config: ModelConfig) -> str:
+    """Return what a model is called, for people: its name, path or URL, without credentials. Pure."""
+    # Of a model in a bucket vLLM has only the configuration in a folder of its own.
+    return without_credentials(str(getattr(model_config, "model_weights", None) or model_config.model))
+
+
 def format_of(load_config: LoadConfig) -> str:
     """Return the load format in lower case; in some releases it is an enum. Pure."""
     return str(load_config.load_format).rpartition(".")[2].lower()
@@ -397,12 +401,3 @@ def _is_in_bucket(model_config: ModelConfig) -> bool:
 def _runs_own_code(model_config: ModelConfig) -> bool:
     has_classes = bool(getattr(model_config.hf_config, "auto_map", None))
     return bool(getattr(model_config, "trust_remote_code", False)) and has_classes
-
-
-def _without_unrelated(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return a model's JSON without unrelated settings, nested ones included."""
-    related = {name: value for name, value in settings.items() if name not in UNRELATED_SETTINGS}
-    return {
-        name: _without_unrelated(value) if isinstance(value, dict) else value
-        for name, value in related.items()
-    }

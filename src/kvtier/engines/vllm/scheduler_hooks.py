@@ -4,13 +4,16 @@
 objects are passed on unchanged. ``AdapterSalts`` identifies LoRA adapters: vLLM's content hashes contain an adapter's
 name and, from 0.31 on, its path, and either may stand for other weights later. So the keys of such a request are salted
 with a fingerprint of every byte of the adapter's files, which threads read while the request waits. A request whose
-adapter has no readable files is not offloaded.
+adapter has no readable files is not offloaded. Likewise a client may give an image a name of his own, which the content
+hashes contain in place of the image's; keys of such a request are salted with random bytes of this process.
 
 Source: ``KVConnectorBase_V1`` of vLLM 0.28 to 0.33.
 """
 
 import hashlib
 import logging
+import re
+import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -54,6 +57,9 @@ WEIGHTS_CHANGED = Miss(
 NO_SALT = b""
 """The salt of a request without an adapter."""
 
+MEDIA_DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
+"""What vLLM's own hasher of images gives (BLAKE3, SHA-256 or SHA-512). Anything else is a name that a client gave."""
+
 DEADLINE_S = 60.0
 """How long a request waits for its adapter's fingerprint; after that vLLM serves it without kvtier. vLLM reads the same
 bytes before it can compute the request, so a deadline shorter than a slow disk needs only loses hits."""
@@ -68,6 +74,8 @@ class SchedulerHooks:
 
     def __init__(self) -> None:
         self._adapter_salts = AdapterSalts(newest_ns=time.time_ns())
+        self._process_salt = secrets.token_bytes(32)
+        self._trusts_client_names = False
         self._block_pool: BlockPool | None = None
         self._can_wait_by_layer = False
         self._spans: RequestSpans | None = None  # none before the first request that has trace headers
@@ -101,6 +109,9 @@ class SchedulerHooks:
             key_salt = None
         elif self._adapter_salts.is_ready(request):
             key_salt = self._adapter_salts.salt_of(request)
+            # Within one process a client's name stands for one image in vLLM's own caches too.
+            if key_salt is not None and has_client_names(request) and not self._trusts_client_names:
+                key_salt = hashlib.sha256(self._process_salt + key_salt).digest()
         else:
             return None, False
         if key_salt is None:
@@ -349,6 +360,13 @@ class VLLMPromptHasher(ExtrasHasher):
             adapter.lora_request,
         )
         return [salt_hash(block_hash, adapter.salt) for block_hash in hashes] if adapter.salt else hashes
+
+
+def has_client_names(request: Request) -> bool:
+    """Return whether a client has named an image, sound or video of a request, instead of vLLM by its bytes. Pure."""
+    # The identifier has the adapter's name before the hash where an adapter changes what an image is encoded to.
+    names = [one.mm_hash or one.identifier for one in getattr(request, "mm_features", None) or ()]
+    return not all(MEDIA_DIGEST.fullmatch(name) for name in names)
 
 
 def stop_of(request: Request) -> StopReason:

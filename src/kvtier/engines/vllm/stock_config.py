@@ -4,7 +4,8 @@ A tier does not get a VllmConfig but a digest of it, which leaves out the identi
 changes what they compute (quantisation, overrides, adapters merged at start). Blocks of two such engines could not be
 distinguished, so the user must name them, and a start without ``model_identity`` is refused. The rest is part of the
 namespace too: every byte of a checkpoint on the local disk, so that other weights under the same path have other
-blocks.
+blocks, and the same weights under another path have the same. vLLM's hash of an image contains the path, so prompts
+with images are not found from another folder.
 """
 
 import hashlib
@@ -19,6 +20,7 @@ from kvtier.base import make_offload_key
 from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.engines.checkpoint import fingerprint_checkpoint
 from kvtier.engines.vllm.compat import release
+from kvtier.engines.vllm.named_fields import without_credentials
 from kvtier.errors import ConfigError
 from kvtier.namespace import RANDOM_SEED
 
@@ -99,7 +101,10 @@ def _identify(name: str, dtype: str, model_identity: str) -> ModelIdentity:
     config_bytes = settings.read_bytes() if settings.is_file() else b""
     config_digest = hashlib.sha256(config_bytes).hexdigest() if settings.is_file() else ""
     config_json = config_bytes.decode(errors="replace")
-    return ModelIdentity(name, f"{model_identity}; {weights}", dtype, config_digest, config_json)
+    named = f"{model_identity}; {weights}" if weights else ""
+    return ModelIdentity(
+        without_credentials(name), model_identity, dtype, config_digest, config_json, weights=named
+    )
 
 
 def _make_groups(stock: StockConfig) -> tuple[KVGroup, ...]:
