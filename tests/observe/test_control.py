@@ -26,6 +26,7 @@ from kvtier.observe.control_client import (
     read_records,
 )
 from kvtier.observe.control_wire import encode
+from kvtier.testing.clock import ManualClock
 
 PROMPT = list(range(17))
 
@@ -61,7 +62,7 @@ def test_an_idle_engine_s_counters_are_read_as_they_are(make_controlled: MakeCon
 
 
 def test_a_stepping_engine_publishes_what_a_client_waits_for(make_controlled: MakeControlled) -> None:
-    engine = make_controlled()
+    engine = make_controlled(clock=ManualClock())  # however long the next step takes to come
     engine.store("a", PROMPT)
     client = Background(lambda: engine.ask("stats"))
     while client.is_running:

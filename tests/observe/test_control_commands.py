@@ -16,7 +16,7 @@ from tests.connector.fakes import (
     make_config,
 )
 from tests.observe.conftest import MakeControlled
-from tests.observe.controlled import Background, Engine
+from tests.observe.controlled import GUARD_S, Background, Engine
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.connector.groups import GroupLayout
@@ -32,6 +32,7 @@ from kvtier.observe.control_commands import (
     read_prefix,
 )
 from kvtier.observe.control_wire import Message
+from kvtier.testing.clock import ManualClock
 from kvtier.testing.tiering_driver import TieringDriver
 from kvtier.tiering.base import (
     BackendPurger,
@@ -284,22 +285,26 @@ def test_a_purge_that_takes_long_goes_on_without_its_client(
 
         purge = None  # type: ignore[assignment]  # a tier is purged in one of two ways
         outcome: PurgeOutcome | int = 3
+        num_begun = 0
 
         def begin_purge(self) -> None:
-            return
+            self.num_begun += 1
 
         def poll_purge(self) -> PurgeOutcome | int:
             return self.outcome
 
+    clock = ManualClock()
     driver = TieringDriver(40, lambda view: [SlowTier(make_config(), view)])
-    engine = make_controlled("engine", driver.manager)
-    client = Background(lambda: engine.ask("purge", 0.2, tiers=["example"]))
-    while client.is_running:
-        engine.step()
-        time.sleep(0)
-    assert "3 blocks are removed so far, and the engine goes on with it" in str(client.join())
     (tier,) = driver.tiers
     assert isinstance(tier, SlowTier)
+    engine = make_controlled("engine", driver.manager, clock=clock)
+    client = Background(lambda: engine.ask("purge", tiers=["example"]))
+    while client.is_running:
+        engine.step()
+        if tier.num_begun:
+            clock.advance(GUARD_S)
+        time.sleep(0)
+    assert "3 blocks are removed so far, and the engine goes on with it" in str(client.join())
     tier.outcome = PurgeOutcome(4)
     assert carry_out(engine, "purge", tiers=["example"])["num_purged"] == {"example": 4}
 
