@@ -12,7 +12,9 @@ from tests.tiering.fs.peer import Peer
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import ROW_BYTES, key_of
 from kvtier.tiering.fs import evictor
+from kvtier.tiering.fs.folders import USAGE_NAME
 from kvtier.tiering.fs.recycled_files import SLACK_SHARE
+from kvtier.tiering.fs.shared_usage import read_record
 
 BLOCK_BYTES = ROW_BYTES + 4096
 
@@ -95,6 +97,7 @@ def test_the_capacity_of_a_holds_while_b_writes(
         pass
     assert max(seen) <= limit_bytes
     assert peer.store(5000) == [5000]
+    assert read_record(root / USAGE_NAME).in_flight_bytes == 0
     # A recount beside stores may count twice what is written meanwhile, and more goes than must. That of a tier which
     # is alone is exact: no evictor of another holds the lock or counts again when it has been idle.
     peer.close()
