@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tests.connector.fakes import (
     FakeBlocks,
+    FakeNewRequest,
     FakeRequest,
     FakeStep,
     TableManager,
@@ -22,6 +23,7 @@ from kvtier.base import OffloadKey, ReqContext
 from kvtier.connector.groups import GroupLayout
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.errors import ControlError
+from kvtier.observe.control import MAX_COMMANDS
 from kvtier.observe.control_commands import (
     NO_EXTRAS,
     Drain,
@@ -330,6 +332,57 @@ def test_a_prefetch_whose_client_has_gone_holds_nothing(tiered: Engine, driver: 
         tiered.step()
 
     assert driver.primary.table.holds == {}
+
+
+@pytest.mark.parametrize("ending", ["its client hangs up", "its time is over", "the socket closes"])
+def test_a_command_that_has_begun_is_undone_when_it_cannot_be_answered(
+    tiered: Engine, driver: TieringDriver, ending: str
+) -> None:
+    carry_out(tiered, "purge", tiers=["host"])
+    timeout_s = 0.0 if ending == "its time is over" else GUARD_S
+    ask = tiered.control.begin({"do": "prefetch", "token_ids": PROMPT, "timeout_s": timeout_s})
+    tiered.step()
+    assert tiered.control.has_commands
+    if ending == "its client hangs up":
+        ask.cancel()
+    elif ending == "its time is over":
+        assert "prefetch has not ended in 0 s: 0 of 4 blocks" in str(ask.poll())
+    else:
+        tiered.control.close()
+    for _ in range(4):
+        tiered.step()
+
+    assert driver.primary.table.holds == {}
+
+
+@pytest.mark.parametrize("ending", ["its client hangs up", "its time is over"])
+def test_a_command_that_no_client_waits_for_goes_no_further(engine: Engine, ending: str) -> None:
+    step = FakeStep([FakeNewRequest("never reported", (list(range(20, 25)),))])
+    step.num_scheduled_tokens["never reported"] = len(OTHER)
+    engine.half.get_num_new_matched_tokens(FakeRequest("never reported", OTHER), 0)
+    engine.step(step)
+    ask = engine.control.begin(
+        {"do": "drain", "timeout_s": GUARD_S if ending == "its client hangs up" else 0.0}
+    )
+    engine.step()
+    assert engine.control.has_commands
+    if ending == "its client hangs up":
+        ask.cancel()
+    else:
+        assert "drain has not ended in 0 s" in str(ask.poll())
+    engine.step()
+
+    assert not engine.control.has_commands
+
+
+def test_commands_beyond_the_limit_are_refused_until_a_step_has_taken_those_that_wait(engine: Engine) -> None:
+    for _ in range(MAX_COMMANDS):
+        engine.control.begin({"do": "drain"})
+    with pytest.raises(ControlError, match=f"{MAX_COMMANDS} commands wait for the engine's next step"):
+        engine.control.begin({"do": "drain"})
+    engine.step()
+
+    assert carry_out(engine, "drain") == {"ok": True}
 
 
 def test_a_pinned_prefix_stays_while_a_tier_promotes_others(tiered: Engine, driver: TieringDriver) -> None:
