@@ -60,7 +60,13 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
 
 def client_of(endpoint: str) -> Client:
     """Return a client of the server at ``endpoint``."""
-    own = {"url": "s3://bucket", "endpoint": endpoint, "allow_http": True, "region": "here", "timeout_s": 30.0}
+    own = {
+        "url": "s3://bucket",
+        "endpoint": endpoint,
+        "allow_http": True,
+        "region": "here",
+        "timeout_s": 30.0,
+    }
     return Client(parse_settings(ObjSettings, own))
 
 
