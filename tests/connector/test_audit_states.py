@@ -24,11 +24,21 @@ from tests.connector.fakes import (
     FakeStep,
 )
 
-from kvtier.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from kvtier.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    HandlerEntry,
+    OffloadingHandler,
+    TransferJobId,
+    TransferResult,
+    TransferSpec,
+)
 from kvtier.config import GroupKind, KVGroup, ModelIdentity, OffloadingConfig, StatePart
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.cpu.spec import CPUOffloadingSpec
+from kvtier.testing.clock import ManualClock
 
 BLOCK_TOKENS = 2 * HASH_TOKENS
 PAGE_BYTES = 512
@@ -52,6 +62,61 @@ def content(group: int, tokens: Sequence[int]) -> torch.Tensor:
     """Return what a block holds whose last token is the last of these."""
     rng = np.random.default_rng([group, len(tokens), *tokens])
     return torch.from_numpy(rng.standard_normal(PAGE_BYTES // 4).astype(np.float32)).view(torch.int8)
+
+
+class LateHandler(OffloadingHandler):
+    """Copies when a draw or a caller that waits says so, never when a thread happens to run.
+
+    Args:
+        inner: copies.
+        rng: draws at each get_finished whether everything has ended or nothing.
+    """
+
+    def __init__(self, inner: OffloadingHandler, rng: random.Random) -> None:
+        self._inner, self._rng = inner, rng
+        self._held: dict[TransferJobId, TransferSpec] = {}
+        self._declined: list[TransferResult] = []
+
+    def transfer_async(self, job_id: TransferJobId, spec: TransferSpec) -> bool:
+        self._held[job_id] = spec
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        if self._rng.random() < 0.5:
+            self._copy()
+        declined, self._declined = self._declined, []
+        return declined + self._inner.get_finished()
+
+    def wait(self, job_ids: set[TransferJobId]) -> None:
+        if not job_ids.isdisjoint(self._held):
+            self._copy()
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()
+
+    def _copy(self) -> None:
+        held, self._held = self._held, {}
+        for job_id, spec in held.items():
+            if not self._inner.transfer_async(job_id, spec):
+                self._declined.append(TransferResult(job_id, success=False))
+        self._inner.wait(set(held))
+
+
+class LateSpec(CPUOffloadingSpec):
+    """Host memory whose copies begin late.
+
+    Args:
+        config: of the spec.
+        rng: draws when copies begin.
+    """
+
+    def __init__(self, config: OffloadingConfig, rng: random.Random) -> None:
+        super().__init__(config)
+        self._rng = rng
+
+    def get_handlers(self, kv_caches: CanonicalKVCaches) -> Iterator[HandlerEntry]:
+        for source, destination, handler in super().get_handlers(kv_caches):
+            yield HandlerEntry(source, destination, LateHandler(handler, self._rng))
 
 
 @dataclass(eq=False)
@@ -85,6 +150,7 @@ class HybridEngine:
 
     Attributes:
         next_end: up to which token the next step computes its request, where a test decides that.
+        clock: the time; a step takes a second, so that whether loading pays does not depend on the machine.
     """
 
     def __init__(self, seed: int, *, names_states: bool, audit_ratio: float) -> None:
@@ -103,8 +169,10 @@ class HybridEngine:
                 "audit_limit": 10**9,
             },
         )
-        self.spec, self._worker_spec = CPUOffloadingSpec(config), CPUOffloadingSpec(replace(config, rank=0))
-        self.half = OffloadingConnectorScheduler(self.spec)
+        self.spec = CPUOffloadingSpec(config)
+        self._worker_spec = LateSpec(replace(config, rank=0), random.Random(f"late {seed}"))
+        self.clock = ManualClock()
+        self.half = OffloadingConnectorScheduler(self.spec, clock=self.clock, wall_clock=self.clock)
         self.worker = OffloadingConnectorWorker(self._worker_spec, pause=lambda _: None)
         self.device = torch.zeros((NUM_DEVICE_BLOCKS, PADDED_BYTES), dtype=torch.int8)
         tensor, ref = CanonicalKVCacheTensor(self.device, PADDED_BYTES), CanonicalKVCacheRef(0, PAGE_BYTES)
@@ -265,6 +333,7 @@ class HybridEngine:
         return written
 
     def _carry_out(self, step: FakeStep, written: list[tuple[int, torch.Tensor]]) -> None:
+        self.clock.advance(1.0)
         metadata = self.half.build_connector_meta(step)
         self.worker.start_kv_transfers(metadata)
         for block, page in written:
@@ -272,7 +341,7 @@ class HybridEngine:
         self.worker.prepare_store_kv(metadata)
         _, ended = self.worker.get_finished(set())
         failed = self.worker.take_failed_loads()
-        for req_id in ended:
+        for req_id in sorted(ended):
             one = self._loading.pop(req_id)
             if req_id in failed:
                 self._release(one)

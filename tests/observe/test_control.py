@@ -17,7 +17,7 @@ from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.errors import ConfigError, ControlError, UnknownNameError
 from kvtier.misses import Miss, MissCause, MissedRun, RequestRecord
-from kvtier.observe.control import open_control
+from kvtier.observe.control import FRESH_S, open_control
 from kvtier.observe.control_client import (
     EngineConnection,
     choose_instance,
@@ -26,6 +26,7 @@ from kvtier.observe.control_client import (
     read_records,
 )
 from kvtier.observe.control_wire import encode
+from kvtier.testing.clock import ManualClock
 
 PROMPT = list(range(17))
 
@@ -63,7 +64,7 @@ def test_an_idle_engine_s_counters_are_read_as_they_are(make_controlled: MakeCon
 
 
 def test_a_stepping_engine_publishes_what_a_client_waits_for(make_controlled: MakeControlled) -> None:
-    engine = make_controlled()
+    engine = make_controlled(clock=ManualClock())  # however long the next step takes to come
     engine.store("a", PROMPT)
     client = Background(lambda: engine.ask("stats"))
     while client.is_running:
@@ -74,6 +75,22 @@ def test_a_stepping_engine_publishes_what_a_client_waits_for(make_controlled: Ma
     assert isinstance(reply, dict)
     assert reply["is_stepping"] is True
     assert reply["stats"]["primary.held_blocks"] == 4.0
+
+
+def test_numbers_are_given_again_for_a_moment_and_then_read_anew(make_controlled: MakeControlled) -> None:
+    clock = ManualClock()
+    engine = make_controlled(clock=clock)
+    engine.control.begin({"do": "stats"})
+    engine.step()
+    engine.store("a", PROMPT)
+    held = [engine.control.begin({"do": "stats"}).poll()]
+    clock.advance(FRESH_S + 0.1)
+    ask = engine.control.begin({"do": "stats"})
+    held.append(ask.poll())
+    engine.step()
+    held.append(ask.poll())
+
+    assert [reply and reply["stats"]["primary.held_blocks"] for reply in held] == [0.0, None, 4.0]
 
 
 def test_a_command_wakes_an_idle_engine_that_can_be_woken(make_controlled: MakeControlled) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tests.connector.fakes import (
     FakeBlocks,
+    FakeNewRequest,
     FakeRequest,
     FakeStep,
     TableManager,
@@ -16,12 +17,13 @@ from tests.connector.fakes import (
     make_config,
 )
 from tests.observe.conftest import MakeControlled
-from tests.observe.controlled import Background, Engine
+from tests.observe.controlled import GUARD_S, Background, Engine
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.connector.groups import GroupLayout
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.errors import ControlError
+from kvtier.observe.control import MAX_COMMANDS
 from kvtier.observe.control_commands import (
     NO_EXTRAS,
     Drain,
@@ -34,6 +36,7 @@ from kvtier.observe.control_commands import (
 )
 from kvtier.observe.control_wire import Message
 from kvtier.tenants import parse_tenants, tenant_number
+from kvtier.testing.clock import ManualClock
 from kvtier.testing.tiering_driver import TieringDriver
 from kvtier.tiering.base import (
     BackendPurger,
@@ -287,22 +290,26 @@ def test_a_purge_that_takes_long_goes_on_without_its_client(
 
         purge = None  # type: ignore[assignment]  # a tier is purged in one of two ways
         outcome: PurgeOutcome | int = 3
+        num_begun = 0
 
         def begin_purge(self) -> None:
-            return
+            self.num_begun += 1
 
         def poll_purge(self) -> PurgeOutcome | int:
             return self.outcome
 
+    clock = ManualClock()
     driver = TieringDriver(40, lambda view: [SlowTier(make_config(), view)])
-    engine = make_controlled("engine", driver.manager)
-    client = Background(lambda: engine.ask("purge", 0.2, tiers=["example"]))
-    while client.is_running:
-        engine.step()
-        time.sleep(0)
-    assert "3 blocks are removed so far, and the engine goes on with it" in str(client.join())
     (tier,) = driver.tiers
     assert isinstance(tier, SlowTier)
+    engine = make_controlled("engine", driver.manager, clock=clock)
+    client = Background(lambda: engine.ask("purge", tiers=["example"]))
+    while client.is_running:
+        engine.step()
+        if tier.num_begun:
+            clock.advance(GUARD_S)
+        time.sleep(0)
+    assert "3 blocks are removed so far, and the engine goes on with it" in str(client.join())
     tier.outcome = PurgeOutcome(4)
     assert carry_out(engine, "purge", tiers=["example"])["num_purged"] == {"example": 4}
 
@@ -328,6 +335,57 @@ def test_a_prefetch_whose_client_has_gone_holds_nothing(tiered: Engine, driver: 
         tiered.step()
 
     assert driver.primary.table.holds == {}
+
+
+@pytest.mark.parametrize("ending", ["its client hangs up", "its time is over", "the socket closes"])
+def test_a_command_that_has_begun_is_undone_when_it_cannot_be_answered(
+    tiered: Engine, driver: TieringDriver, ending: str
+) -> None:
+    carry_out(tiered, "purge", tiers=["host"])
+    timeout_s = 0.0 if ending == "its time is over" else GUARD_S
+    ask = tiered.control.begin({"do": "prefetch", "token_ids": PROMPT, "timeout_s": timeout_s})
+    tiered.step()
+    assert tiered.control.has_commands
+    if ending == "its client hangs up":
+        ask.cancel()
+    elif ending == "its time is over":
+        assert "prefetch has not ended in 0 s: 0 of 4 blocks" in str(ask.poll())
+    else:
+        tiered.control.close()
+    for _ in range(4):
+        tiered.step()
+
+    assert driver.primary.table.holds == {}
+
+
+@pytest.mark.parametrize("ending", ["its client hangs up", "its time is over"])
+def test_a_command_that_no_client_waits_for_goes_no_further(engine: Engine, ending: str) -> None:
+    step = FakeStep([FakeNewRequest("never reported", (list(range(20, 25)),))])
+    step.num_scheduled_tokens["never reported"] = len(OTHER)
+    engine.half.get_num_new_matched_tokens(FakeRequest("never reported", OTHER), 0)
+    engine.step(step)
+    ask = engine.control.begin(
+        {"do": "drain", "timeout_s": GUARD_S if ending == "its client hangs up" else 0.0}
+    )
+    engine.step()
+    assert engine.control.has_commands
+    if ending == "its client hangs up":
+        ask.cancel()
+    else:
+        assert "drain has not ended in 0 s" in str(ask.poll())
+    engine.step()
+
+    assert not engine.control.has_commands
+
+
+def test_commands_beyond_the_limit_are_refused_until_a_step_has_taken_those_that_wait(engine: Engine) -> None:
+    for _ in range(MAX_COMMANDS):
+        engine.control.begin({"do": "drain"})
+    with pytest.raises(ControlError, match=f"{MAX_COMMANDS} commands wait for the engine's next step"):
+        engine.control.begin({"do": "drain"})
+    engine.step()
+
+    assert carry_out(engine, "drain") == {"ok": True}
 
 
 def test_a_pinned_prefix_stays_while_a_tier_promotes_others(tiered: Engine, driver: TieringDriver) -> None:

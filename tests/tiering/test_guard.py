@@ -12,6 +12,7 @@ from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import key_of, make_config, make_rows
 from kvtier.tiering.base import FAILURES_TO_OPEN, JobMetadata, JobResult, SecondaryTierManager
 from kvtier.tiering.breaker import MAX_WAITING_S, OPEN_S, BreakerState
+from kvtier.tiering.departures import TierDeparture
 from kvtier.tiering.guard import GuardedTier, Submission
 
 
@@ -224,6 +225,37 @@ def test_a_key_whose_load_failed_is_not_asked_for() -> None:
     guard.backoff.record_failure(key_of(1))
     assert guard.lookup(key_of(1), ReqContext("a")) is False
     assert guard.lookup(key_of(2), ReqContext("a")) is True
+
+
+@pytest.mark.parametrize("lost_by", ["a failed load", "wrong bytes"])
+def test_after_a_reset_every_key_is_looked_up_again(lost_by: str) -> None:
+    tier = BrokenTier()
+    guard = make_guard(tier)
+    if lost_by == "a failed load":
+        guard.backoff.record_failure(key_of(1))
+    else:
+        guard.drop([key_of(1)])
+    assert guard.lookup(key_of(1), ReqContext("a")) is False
+    guard.reset(b"next")
+    assert guard.lookup(key_of(1), ReqContext("a")) is True
+
+
+def test_after_a_reset_no_lookup_of_before_is_open() -> None:
+    tier = BrokenTier()
+    tier.answer = None
+    guard = make_guard(tier)
+    guard.lookup(key_of(1), ReqContext("a"))
+    guard.reset(b"next")
+    tier.answer = True
+    assert set(guard.drain_answered(always)) == set()
+
+
+def test_after_a_reset_the_tier_has_lost_nothing() -> None:
+    guard = make_guard(BrokenTier())
+    guard.departed.add([key_of(1)], TierDeparture.PURGED)
+    assert guard.explain(key_of(1), ReqContext("a")) is not None
+    guard.reset(b"next")
+    assert guard.explain(key_of(1), ReqContext("a")) is None
 
 
 def test_unfinished_stores_leave_room_for_whole_rows_and_for_none_when_they_hold_too_much() -> None:

@@ -24,6 +24,7 @@ from tests.tiering.patience import be_patient
 from tests.tiering.tenant_driver import TenantDriver, config_of_tenants
 
 from kvtier.config import OffloadingConfig
+from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, content_of, make_config, make_rows
 from kvtier.tiering.fs import FSTier
 from kvtier.tiering.fs.system import REAL_CALLS, SystemCalls
@@ -146,6 +147,7 @@ class Commands:
             capacity_bytes=capacity_bytes,
             allow_shrink=True,
             calls=calls,
+            clock=ManualClock(),
         )
         assert self.tier.wait_indexed(HANG_GUARD_S)
         self.driver = TenantDriver(self.tier, rows)

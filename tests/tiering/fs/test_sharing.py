@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 from tests.servers import freeze
-from tests.tiering.fs.conftest import StartTier
+from tests.tiering.fs.conftest import HANG_GUARD_S, StartTier
 from tests.tiering.fs.peer import Peer
 
+from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import ROW_BYTES, key_of
 from kvtier.tiering.fs import evictor
+from kvtier.tiering.fs.folders import USAGE_NAME
 from kvtier.tiering.fs.recycled_files import SLACK_SHARE
+from kvtier.tiering.fs.shared_usage import read_record
 
 BLOCK_BYTES = ROW_BYTES + 4096
 
@@ -79,7 +82,8 @@ def test_the_capacity_of_a_holds_while_b_writes(
     start_tier: StartTier, peers: Peers, root: Path, limit_blocks: int
 ) -> None:
     limit_bytes = limit_blocks * BLOCK_BYTES
-    driver = start_tier(capacity_bytes=limit_bytes)
+    # By clocks that stand still, here and there, no walk takes so long that the next has to wait.
+    driver = start_tier(capacity_bytes=limit_bytes, clock=ManualClock())
     peer = peers.start(capacity_blocks=2 * limit_blocks)
     seen = []
     peer.start("churn", 1000, 6 * limit_blocks)
@@ -93,8 +97,12 @@ def test_the_capacity_of_a_holds_while_b_writes(
         pass
     assert max(seen) <= limit_bytes
     assert peer.store(5000) == [5000]
-    # A recount beside stores may count twice what is written meanwhile, and more goes than must. This one is exact.
-    last = start_tier(capacity_bytes=limit_bytes)
+    assert read_record(root / USAGE_NAME).in_flight_bytes == 0
+    # A recount beside stores may count twice what is written meanwhile, and more goes than must. That of a tier which
+    # is alone is exact: no evictor of another holds the lock or counts again when it has been idle.
+    peer.close()
+    assert driver.tier.shutdown(HANG_GUARD_S)
+    last = start_tier(capacity_bytes=limit_bytes, clock=ManualClock())
     for number in range(10_000, 10_000 + limit_blocks):
         assert last.store([number]).success
     slack_blocks = limit_blocks // SLACK_SHARE

@@ -60,7 +60,13 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
 
 def client_of(endpoint: str) -> Client:
     """Return a client of the server at ``endpoint``."""
-    own = {"url": "s3://bucket", "endpoint": endpoint, "allow_http": True, "region": "here", "timeout_s": 2.0}
+    own = {
+        "url": "s3://bucket",
+        "endpoint": endpoint,
+        "allow_http": True,
+        "region": "here",
+        "timeout_s": 30.0,
+    }
     return Client(parse_settings(ObjSettings, own))
 
 
@@ -138,7 +144,7 @@ def test_files_and_folders_are_their_owner_s_only(tmp_path: Path, blocks_per_obj
 
 def test_a_pipe_in_place_of_a_file_hangs_nothing_and_goes(tmp_path: Path) -> None:
     rows = make_rows()
-    tier = ObjTier(make_config(), rows, url=f"file://{tmp_path}", timeout_s=1.0)
+    tier = ObjTier(make_config(), rows, url=f"file://{tmp_path}", timeout_s=30.0)
     driver = TierDriver(tier, rows)
     try:
         assert driver.store([1, 2]).success

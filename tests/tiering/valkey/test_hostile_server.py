@@ -49,7 +49,7 @@ def answering(reply: Iterable[bytes], *commands: bytes) -> Callable[[list[bytes]
 def settings_of(server: ScriptedServer, user: str = "", **own: object) -> ValkeySettings:
     """Return settings that name it."""
     url = server.url.replace("//", f"//{user}@") if user else server.url
-    return parse_settings(ValkeySettings, {"url": url, **own})
+    return parse_settings(ValkeySettings, {"url": url, "timeout_s": 60.0, **own})
 
 
 def check(settings: ValkeySettings, clock: Callable[[], float]) -> str:
@@ -109,7 +109,7 @@ def test_a_login_that_trickles_ends_after_one_time_out(serve: Serve, clock: Manu
             yield b"x"
 
     server = serve(lambda words: trickle() if words[0] == b"AUTH" else [OK])
-    assert "too slowly" in check(settings_of(server, user=":sesame", timeout_s=2.0), clock)
+    assert "too slowly" in check(settings_of(server, user=":sesame", timeout_s=60.0), clock)
 
 
 @pytest.mark.parametrize(
