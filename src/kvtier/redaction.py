@@ -31,6 +31,11 @@ _PLAIN_ADDRESS = re.compile(
     re.IGNORECASE,
 )
 
+_CLEAR_URL = re.compile(
+    r"([a-z][a-z0-9+.-]{0,11}://)[^@/?#\s%]*(@[a-z0-9.-]+(?::[0-9]{1,5})?(?:/[\w./-]*)?)", re.IGNORECASE
+)
+"""A URL of which it is plain where the credentials end."""
+
 _AT = r"(?:@|%40)"
 _IN_URL = re.compile(rf"(:/{{1,2}})\S+{_AT}", re.IGNORECASE)
 _WITHOUT_SCHEME = re.compile(rf"[^\s'\"/=(\[{{]*(?::|%3a)[^\s'\"]*{_AT}", re.IGNORECASE)
@@ -99,8 +104,9 @@ def _redact(setting: str, value: object, depth: int) -> object:
     if isinstance(value, int | float):
         return value
     if _ADDRESS_NAME.search(setting):
-        is_plain = isinstance(value, str | PurePath) and _is_plain_address(str(value))
-        return value if is_plain else HIDDEN
+        if isinstance(value, str | PurePath) and _is_plain_address(str(value)):
+            return value
+        return _redact_text(value) if isinstance(value, str) and _CLEAR_URL.fullmatch(value) else HIDDEN
     if _SECRET_FILE_NAME.search(setting):
         return value if str(value).startswith(("/", "~/")) else HIDDEN
     if isinstance(value, str):
@@ -123,6 +129,8 @@ def _is_plain_address(text: str) -> bool:
 
 
 def _redact_text(text: str) -> str:
+    if clear := _CLEAR_URL.fullmatch(text):
+        return f"{clear[1]}{HIDDEN}{clear[2]}"
     if len(text) <= MAX_SEARCHED_CHARS:
         # Of a whole value it is known where it ends: a password may have spaces and line ends in it.
         return HIDDEN if _USER_OF_VALUE.search(text) else hide_secrets(text)
