@@ -38,7 +38,7 @@ _CLEAR_URL = re.compile(
 
 _AT = r"(?:@|%40)"
 _IN_URL = re.compile(rf"(:/{{1,2}})\S+{_AT}", re.IGNORECASE)
-_WITHOUT_SCHEME = re.compile(rf"[^\s'\"/=(\[{{]*(?::|%3a)[^\s'\"]*{_AT}", re.IGNORECASE)
+_WITHOUT_SCHEME = re.compile(rf"[^\s'\"/=(\[{{]*(?::(?!/)|%3a)[^\s'\"]*{_AT}", re.IGNORECASE)
 _USER_OF_VALUE = re.compile(rf"(?::|%3a).*{_AT}", re.IGNORECASE | re.DOTALL)
 _QUERY = re.compile(r"(:/{1,2}[^\s'\"?#]*)[?#][^\s'\"]+")
 _QUERY_OF_NAME = re.compile(r"\?[^\s'\"=&]+=[^\s'\"]+")
