@@ -165,6 +165,12 @@ def parse_document(text: str) -> Document:
     return found
 
 
+def is_older_layout(document: Document) -> bool:
+    """Return whether the blocks of a parsed document are of a layout that this version no longer reads. Pure."""
+    version = document.get("layout_version")
+    return isinstance(version, int) and not isinstance(version, bool) and version < LAYOUT_VERSION
+
+
 class Difference(NamedTuple):
     """A field in which two namespaces differ.
 
@@ -183,7 +189,8 @@ def differences(document_a: str, document_b: str) -> list[Difference]:
     """Return the fields in which the documents of two namespaces differ, those of the model first. Pure.
 
     Of a list of plain values only the first that differs is named. Where one of the two documents has no words for the
-    model's configuration the digests are compared.
+    model's configuration the digests are compared. Of two layout versions only these are named: other fields of another
+    version may mean something else, and equal ones would change nothing.
 
     Args:
         document_a: ``Namespace.document``, or what a ``namespace.json`` holds.
@@ -193,6 +200,9 @@ def differences(document_a: str, document_b: str) -> list[Difference]:
         NamespaceDocumentError: one of them is no such document.
     """
     a, b = parse_document(document_a), parse_document(document_b)
+    versions = a["layout_version"], b["layout_version"]
+    if versions[0] != versions[1]:
+        return [_shown("layout_version", *versions)]
     found = [_shown(*one) for one in _compare("", a, b)]
     if _names_weights(a) and _names_weights(b):
         called = {f"model.{name}" for name in NAMES_OF_WEIGHTS}

@@ -166,6 +166,18 @@ class ObjSettings:
             server = parse_server("endpoint", self.endpoint, is_http_allowed=self.allow_http)
             object.__setattr__(self, "endpoint", server)
 
+    def list_reach(self) -> dict[str, object]:
+        """Return the settings that it takes to reach the objects, without those that have their default. Pure."""
+        default = {
+            "prefix": DEFAULT_PREFIX,
+            "endpoint": None,
+            "region": None,
+            "allow_http": False,
+            "ca_file": None,
+        }
+        reach = {name: getattr(self, name) for name, value in default.items() if getattr(self, name) != value}
+        return {"url": self.url, **reach}
+
 
 def require_capacity(settings: ObjSettings, block_bytes: int) -> None:
     """Refuse a capacity that cannot be kept.
