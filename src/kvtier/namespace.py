@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from kvtier.config import KVGroup, OffloadingConfig
+from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.errors import ConfigError, NamespaceDocumentError
 
 LAYOUT_VERSION = 2
@@ -76,8 +76,10 @@ def make_namespace(config: OffloadingConfig, row_stride_bytes: int, epoch: bytes
         epoch: 16 random bytes after a reset, empty before the first.
     """
     model = dataclasses.asdict(config.model)
-    config_json = model.pop("config_json")
-    called = {name: model.pop(name) for name in NAMES_OF_WEIGHTS} if model["weights"] else {}
+    del model["config_json"]
+    if model["weights"]:
+        for name in NAMES_OF_WEIGHTS:
+            del model[name]
     salt = config.settings.tenant_salt
     identity = {
         "layout_version": LAYOUT_VERSION,
@@ -104,9 +106,15 @@ def make_namespace(config: OffloadingConfig, row_stride_bytes: int, epoch: bytes
         identity["parts"] = "once" if is_whole else f"once for {config.workers_per_part} workers"
     text = json.dumps(identity, sort_keys=True, indent=1)
     del identity["tenant_salt"]
-    words = {"model": model | called | _config_in_words(config_json), "tenant": tag_tenant(salt)}
+    words = {"model": model_in_words(config.model), "tenant": tag_tenant(salt)}
     document = json.dumps(identity | words, sort_keys=True, indent=1)
     return Namespace(document, hashlib.sha256(text.encode()).digest())
+
+
+def model_in_words(model: ModelIdentity) -> dict[str, object]:
+    """Return what a document says of a model. Pure."""
+    words = dataclasses.asdict(model)
+    return words | _config_in_words(words.pop("config_json"))
 
 
 def _describe_group(group: KVGroup) -> dict[str, object]:

@@ -96,7 +96,8 @@ def purge(
     """Remove blocks from a tier's place for good. Engines that use it see misses, and go on.
 
     Give at least one of --namespace, --tenant, --older-than and --older-layouts, which narrow each other down, or
-    --all. With --instance a running engine removes its own blocks from host memory and its tiers; give --tier, --all or --tenant.
+    --all. With --instance a running engine removes its own blocks from host memory and its tiers; give --tier, --all
+    or --tenant.
 
     Raises:
         KVTierError: no selector, a selector that selects nothing, or the place cannot be changed.
