@@ -34,11 +34,11 @@ def identify(
         ConfigError: vLLM refuses the arguments, or kvtier refuses what they say.
         FingerprintError: a file of the weights cannot be read.
     """
-    words = shlex.split(arguments)
-    if words and not words[0].startswith("-"):
-        words.insert(0, "--model")
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="--vllm", exit_on_error=False))
     try:
+        words = shlex.split(arguments)
+        if words and not words[0].startswith("-"):
+            words.insert(0, "--model")
         engine_arguments = EngineArgs.from_cli_args(parser.parse_args(words))
         engine_arguments.kv_transfer_config = KVTransferConfig(
             kv_connector="KVTierConnector", kv_role="kv_both", kv_connector_extra_config=dict(extra_config)
