@@ -21,6 +21,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {
             "errors",
+            "redaction",
             "config",
             "registry",
             "namespace",

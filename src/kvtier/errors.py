@@ -6,53 +6,17 @@ the value, what was expected and what to do.
 
 import difflib
 import os
-import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-_TELLING = (
-    r"passwords?|passwd|secret|(?<![a-z_-])token|(?:access|auth|session|api|bearer)[_-]?token|salt|"
-    r"(?:api|access|secret|account)[_-]?key|credentials?|signature"
-)
-_SECRET_NAME = re.compile(f"(?:{_TELLING})$", re.IGNORECASE)
-"""Names of settings whose values are never shown."""
-
-_IN_URL = re.compile(r"(:/{1,2})\S+@")
-_QUERY = re.compile(r"(:/{1,2}[^\s'\"?#]*)[?#][^\s'\"]+")
-_NAMED = re.compile(rf"""((?:{_TELLING})['"]?\s*[:=]\s*)("[^"]*"|'[^']*'|[^\s"',;&}}]+)""", re.IGNORECASE)
-"""Where secrets stand in texts: in front of a URL's host, in its query, behind a name that says so."""
-
-HIDDEN = "***"
-
-MAX_SHOWN_CHARS = 80
-"""Characters of a value in a message: enough to recognise it, and few enough for one line of a log."""
+from kvtier.redaction import HIDDEN, MAX_SHOWN_CHARS, redact
+from kvtier.redaction import hide_secrets as hide_secrets
+from kvtier.redaction import shorten as shorten
 
 MAX_PATH_CHARS = 255
 """Characters of a path in a message: its end, which names the file."""
-
-MAX_SEARCHED_CHARS = 4096
-"""Characters of a value that are searched for secrets; of a longer one with a URL in it nothing is shown."""
-
-
-def hide_secrets(text: str) -> str:
-    """Return ``text`` without users and queries of URLs, and without what stands behind a telling name. Pure."""
-    return _NAMED.sub(rf"\1{HIDDEN}", _QUERY.sub(rf"\1?{HIDDEN}", _IN_URL.sub(rf"\1{HIDDEN}@", text)))
-
-
-def shorten(value: object, max_chars: int = MAX_SHOWN_CHARS) -> str:
-    """Return the ``repr`` of ``value`` without secrets in it, cut after ``max_chars``. Pure."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # integers of thousands of digits, lists in lists in lists
-        return f"<{type(value).__name__} too large to show>"
-    if len(text) > MAX_SEARCHED_CHARS:
-        if ":/" in text:
-            return f"<{type(value).__name__} of {len(text)} characters>"
-        text = text[:MAX_SEARCHED_CHARS]
-    text = hide_secrets(text)
-    return text if len(text) <= max_chars else f"{text[:max_chars]}..."
 
 
 def describe_foreign(error: BaseException) -> str:
@@ -103,7 +67,7 @@ class ConfigError(KVTierError, ValueError):
 
     Attributes:
         setting: name of the setting, as the user wrote it.
-        value: the refused value.
+        value: the refused value; what could be a secret in it is replaced.
         remedy: what was expected and what to do.
         max_value_chars: length after which the message cuts the value.
     """
@@ -112,19 +76,18 @@ class ConfigError(KVTierError, ValueError):
         self, setting: str, value: object, remedy: str, *, max_value_chars: int = MAX_SHOWN_CHARS
     ) -> None:
         self.setting = setting
-        self.value = value
-        self.remedy = remedy
+        self.value = redact(setting, value)
         self.max_value_chars = max_value_chars
-        is_secret = value is not None and _SECRET_NAME.search(setting) is not None
-        shown = HIDDEN if is_secret else shorten(value, max_value_chars)
-        if isinstance(value, str) and len(value) > max_value_chars:
-            remedy = remedy.replace(value, "...")  # what a library says of a long value repeats it
+        shown = HIDDEN if self.value == HIDDEN else shorten(self.value, max_value_chars)
+        if isinstance(value, str) and value and (len(value) > max_value_chars or self.value != value):
+            remedy = remedy.replace(value, "...")  # what a library says of a value repeats it
+        self.remedy = hide_secrets(remedy)
         # A switch, or an argument that was left out, has nothing that its user would recognise as a value.
         is_bare = (value is None or isinstance(value, bool)) and (
             setting.startswith("--") or setting.isupper()
         )
         named = setting if is_bare else f"{setting}={shown}"
-        super().__init__(f"{named}: {hide_secrets(remedy)}")
+        super().__init__(f"{named}: {self.remedy}")
 
 
 class PlaceError(ConfigError):
@@ -158,9 +121,10 @@ class UnknownNameError(KVTierError, ValueError):
         self, kind: str, name: str, known: Iterable[str], *, meant: Iterable[str] = (), also: str = ""
     ) -> None:
         self.kind = kind
-        self.name = name
+        self.name = str(redact("", name))
         self.known = tuple(sorted(known))
-        self.meant = tuple(meant)
+        # What is meant may be made of the name, as a class of a path with dots is.
+        self.meant = tuple(meant) if self.name == name else ()
         self.also = also
         found = self.meant or _nearest(name, self.known)
         self.nearest = found[0] if found else None
@@ -188,11 +152,11 @@ class NamedClassError(KVTierError, ValueError):
 
     def __init__(self, kind: str, name: str, reason: str) -> None:
         self.kind = kind
-        self.name = name
-        self.reason = reason
-        if len(name) > MAX_SHOWN_CHARS:
+        self.name = str(redact("", name))
+        if len(name) > MAX_SHOWN_CHARS or self.name != name:
             reason = reason.replace(name, "...")
-        super().__init__(f"{kind} {shorten(name)}: {hide_secrets(reason)}")
+        self.reason = hide_secrets(reason)
+        super().__init__(f"{kind} {shorten(self.name)}: {self.reason}")
 
 
 class NamespaceDocumentError(KVTierError, ValueError):
@@ -424,7 +388,7 @@ class TraceError(KVTierError, ValueError):
     def __init__(self, path: object, line: int | None, value: object, remedy: str) -> None:
         self.path = str(path)
         self.line = line
-        self.value = value
+        self.value = redact("", value)
         self.remedy = remedy
         name = self.path if len(self.path) <= MAX_PATH_CHARS else f"...{self.path[-MAX_PATH_CHARS:]}"
         name = hide_secrets(name)
@@ -441,7 +405,7 @@ class RecordError(KVTierError, ValueError):
     """
 
     def __init__(self, value: object, reason: str) -> None:
-        self.value = value
+        self.value = redact("", value)
         self.reason = reason
         super().__init__(
             f"{shorten(value)}: not a record of a request ({reason}): read it with the kvtier that wrote it"

@@ -90,7 +90,8 @@ def parse_json(setting: str, name: str, text: str, remedy: str) -> object:
         found: object = json.loads(text)
     except (ValueError, RecursionError) as error:
         reason = "nested too deep" if isinstance(error, RecursionError) else str(error)
-        raise ConfigError(setting, name, f"is no JSON ({reason}): {remedy}") from error
+        # Without its cause, which holds the whole text, and that may be settings with a password.
+        raise ConfigError(setting, name, f"is no JSON ({reason}): {remedy}") from None
     return found
 
 

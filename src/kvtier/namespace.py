@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from kvtier.config import KVGroup, OffloadingConfig
+from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.errors import ConfigError, NamespaceDocumentError
 
 LAYOUT_VERSION = 2
@@ -76,8 +76,10 @@ def make_namespace(config: OffloadingConfig, row_stride_bytes: int, epoch: bytes
         epoch: 16 random bytes after a reset, empty before the first.
     """
     model = dataclasses.asdict(config.model)
-    config_json = model.pop("config_json")
-    called = {name: model.pop(name) for name in NAMES_OF_WEIGHTS} if model["weights"] else {}
+    del model["config_json"]
+    if model["weights"]:
+        for name in NAMES_OF_WEIGHTS:
+            del model[name]
     salt = config.settings.tenant_salt
     identity = {
         "layout_version": LAYOUT_VERSION,
@@ -104,9 +106,15 @@ def make_namespace(config: OffloadingConfig, row_stride_bytes: int, epoch: bytes
         identity["parts"] = "once" if is_whole else f"once for {config.workers_per_part} workers"
     text = json.dumps(identity, sort_keys=True, indent=1)
     del identity["tenant_salt"]
-    words = {"model": model | called | _config_in_words(config_json), "tenant": tag_tenant(salt)}
+    words = {"model": model_in_words(config.model), "tenant": tag_tenant(salt)}
     document = json.dumps(identity | words, sort_keys=True, indent=1)
     return Namespace(document, hashlib.sha256(text.encode()).digest())
+
+
+def model_in_words(model: ModelIdentity) -> dict[str, object]:
+    """Return what a document says of a model. Pure."""
+    words = dataclasses.asdict(model)
+    return words | _config_in_words(words.pop("config_json"))
 
 
 def _describe_group(group: KVGroup) -> dict[str, object]:
@@ -165,6 +173,12 @@ def parse_document(text: str) -> Document:
     return found
 
 
+def is_older_layout(document: Document) -> bool:
+    """Return whether the blocks of a parsed document are of a layout that this version no longer reads. Pure."""
+    version = document.get("layout_version")
+    return isinstance(version, int) and not isinstance(version, bool) and version < LAYOUT_VERSION
+
+
 class Difference(NamedTuple):
     """A field in which two namespaces differ.
 
@@ -183,7 +197,8 @@ def differences(document_a: str, document_b: str) -> list[Difference]:
     """Return the fields in which the documents of two namespaces differ, those of the model first. Pure.
 
     Of a list of plain values only the first that differs is named. Where one of the two documents has no words for the
-    model's configuration the digests are compared.
+    model's configuration the digests are compared. Of two layout versions only these are named: other fields of another
+    version may mean something else, and equal ones would change nothing.
 
     Args:
         document_a: ``Namespace.document``, or what a ``namespace.json`` holds.
@@ -193,6 +208,9 @@ def differences(document_a: str, document_b: str) -> list[Difference]:
         NamespaceDocumentError: one of them is no such document.
     """
     a, b = parse_document(document_a), parse_document(document_b)
+    versions = a["layout_version"], b["layout_version"]
+    if versions[0] != versions[1]:
+        return [_shown("layout_version", *versions)]
     found = [_shown(*one) for one in _compare("", a, b)]
     if _names_weights(a) and _names_weights(b):
         called = {f"model.{name}" for name in NAMES_OF_WEIGHTS}

@@ -159,7 +159,7 @@ def absolute_path(name: str, value: object) -> Path:
     try:
         path = Path(value).expanduser()
     except RuntimeError as error:
-        raise ConfigError(name, value, f"{error}; give an absolute path") from error
+        raise ConfigError(name, value, f"{error}; give an absolute path") from None
     if not path.is_absolute():
         raise ConfigError(name, str(value), "must be an absolute path, since engines start anywhere")
     return path

@@ -9,10 +9,11 @@ import os
 import resource
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+from kvtier.cli.engine_identity import KnownIdentity, check_namespaces, read_identity
 from kvtier.cli.output import Check, CheckResult, size_in_words
 from kvtier.config import EncryptionSettings, HostSize, Settings, parse_settings
 from kvtier.cpu.policies import create_cache_policy
@@ -22,7 +23,7 @@ from kvtier.limits import find_memory_limit
 from kvtier.tenants import make_tenants
 from kvtier.tiering.factory import check_tier_config, require_encryption
 from kvtier.tiering.kit.key_ring import read_ring, require_entry
-from kvtier.tiering.kit.place import ProbedTier
+from kvtier.tiering.kit.place import PlaceTier, ProbedTier
 
 EXTRA_CONFIG = "kv_connector_extra_config"
 """Where vLLM's --kv-transfer-config has kvtier's settings."""
@@ -65,12 +66,19 @@ def read_config(path: Path) -> Mapping[str, Any]:  # Any: JSON of the user
     return found
 
 
-def check_config(config: Mapping[str, Any], shared_memory: Path) -> Iterator[Check]:  # Any: as above
+def check_config(
+    config: Mapping[str, Any], shared_memory: Path, engine: Path | None = None, vllm: str | None = None
+) -> Iterator[Check]:  # Any: as above
     """Yield every check of an engine's settings on this machine.
 
     Args:
         config: vLLM's --kv-transfer-config, or the extra_config in it.
         shared_memory: the mount of shared memory.
+        engine: the ``namespace.json`` of an engine that ran, to compare with what the tiers hold.
+        vllm: arguments of vLLM, likewise.
+
+    Raises:
+        KVTierError: ``engine`` or ``vllm`` cannot be used.
     """
     own = find_own(config)
     if own is None:
@@ -98,9 +106,10 @@ def check_config(config: Mapping[str, Any], shared_memory: Path) -> Iterator[Che
         yield check_locked_memory(limit, settings.cpu_bytes_to_use)
     if settings.encryption is not None:
         yield check_encryption(settings.encryption)
+    known = read_identity(settings, engine, vllm, extra) if settings.secondary_tiers else None
     for number, entry in enumerate(settings.secondary_tiers):
         subject = f"tier {number} ({shorten(entry.get('type', '?')).strip(chr(39))})"
-        yield from check_tier(subject, entry, is_encrypting=settings.encryption is not None)
+        yield from check_tier(subject, entry, known, is_encrypting=settings.encryption is not None)
 
 
 def find_own(config: Mapping[str, Any]) -> Mapping[str, Any] | None:  # Any: as above
@@ -220,9 +229,9 @@ def check_encryption(settings: EncryptionSettings) -> Check:
 
 
 def check_tier(
-    subject: str, entry: Mapping[str, Any], *, is_encrypting: bool = False
+    subject: str, entry: Mapping[str, Any], known: KnownIdentity | None = None, *, is_encrypting: bool = False
 ) -> Iterator[Check]:  # Any: as above
-    """Yield what one tier says of its settings and of its backend."""
+    """Yield what one tier says of its settings and of its backend, and what separates the engine from its blocks."""
     try:
         _, tier_class, common, own = check_tier_config(entry)
         if is_encrypting:
@@ -242,3 +251,9 @@ def check_tier(
     for finding in findings:
         result = CheckResult.NOTE if finding.is_note else CheckResult.GOOD
         yield Check(subject, result if finding.is_good else CheckResult.BROKEN, finding.text)
+    if known is None or not issubclass(tier_class, PlaceTier) or not all(one.is_good for one in findings):
+        return
+    encrypts = is_encrypting and common.encryption
+    # Nothing may have been stored there yet, or it cannot be listed.
+    with suppress(KVTierError), closing(tier_class.open_place(own)) as place:
+        yield from check_namespaces(subject, place, known, is_encrypting=encrypts)

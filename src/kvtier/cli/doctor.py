@@ -87,6 +87,20 @@ def doctor(
             "that it names is contacted, as an engine does at its start."
         ),
     ] = None,
+    engine: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --config: the namespace.json of an engine that ran; says in what it differs from what the tiers "
+            "hold."
+        ),
+    ] = None,
+    vllm: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ARGUMENTS",
+            help='With --config: arguments of vllm serve, such as "MODEL --dtype bfloat16"; likewise, before a start.',
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check what kvtier needs on this machine.
@@ -95,7 +109,9 @@ def doctor(
     """
     if directory is not None and not is_dir(directory):
         raise ConfigError("--dir", str(directory), "must be an existing directory: create it first")
-    of_engine = [] if config is None else list(check_engine(config))
+    if config is None and (engine or vllm):
+        raise ConfigError("--config", None, "is needed with --engine and --vllm: it names the tiers")
+    of_engine = [] if config is None else list(check_engine(config, engine, vllm))
     checks = [*run_checks(directory), *of_engine]
     if as_json:
         found = [{"subject": one.subject, "result": one.result.value, "found": one.found} for one in checks]
@@ -106,17 +122,22 @@ def doctor(
         raise typer.Exit(1)
 
 
-def check_engine(config: Path) -> Iterator[Check]:
+def check_engine(config: Path, engine: Path | None = None, vllm: str | None = None) -> Iterator[Check]:
     """Yield the checks of an engine's settings.
 
+    Args:
+        config: the file with them.
+        engine: the ``namespace.json`` of an engine that ran.
+        vllm: arguments of vLLM.
+
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: a file or the arguments cannot be used.
         MissingExtraError: the library for checksums, without which there are no tiers, is not installed.
     """
     # Imported here: without a library that tiers need the other checks must work.
     from kvtier.cli.config_checks import check_config, read_config
 
-    yield from check_config(read_config(config), SHARED_MEMORY)
+    yield from check_config(read_config(config), SHARED_MEMORY, engine, vllm)
 
 
 def run_checks(directory: Path | None) -> Iterator[Check]:

@@ -118,6 +118,14 @@ FIELD_REMEDIES = (
 """What to do about a field of the identity that differs: a part of its name -> the remedy."""
 
 
+OTHER_LAYOUT_REMEDY = (
+    "Another version of kvtier stored these blocks in a layout that this one does not read: each prompt is computed "
+    "once more. Nothing to do: such blocks leave as room is needed; to remove older ones now: "
+    "kvtier purge PLACE --older-layouts."
+)
+"""What to do about blocks from before an upgrade."""
+
+
 def remedy_of(miss: Miss) -> str:
     """Return what to do about a cause. Pure."""
     if miss.cause is MissCause.NOT_STORED and "reason" in miss.detail:
@@ -128,6 +136,8 @@ def remedy_of(miss: Miss) -> str:
         return NO_KEY_REMEDY
     if miss.cause is MissCause.OTHER_NAMESPACE:
         fields = list_fields(miss)
+        if "layout_version" in fields:
+            return OTHER_LAYOUT_REMEDY
         named = [text for part, text in FIELD_REMEDIES if any(part in field for field in fields)]
         return " ".join([*named, REMEDIES[miss.cause]])
     return REMEDIES[miss.cause]

@@ -5,6 +5,8 @@ the contract of ``kvtier.tiering.base``. A tier whose blocks are on a server inh
 ``kvtier.testing.server_tier_suite.ServerTierSuite``, which is this suite and what a server's end may cost.
 """
 
+import logging
+import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +16,12 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from kvtier import namespace
 from kvtier.base import OffloadKey
 from kvtier.config import OffloadingConfig
 from kvtier.errors import TierError
 from kvtier.misses import MissCause, MissExplainer
+from kvtier.namespace import parse_document
 from kvtier.observe.family import unread
 from kvtier.observe.tier_metrics import TIER_FAMILIES
 from kvtier.testing.tier_driver import (
@@ -32,6 +36,7 @@ from kvtier.testing.tier_driver import (
 )
 from kvtier.tiering.base import DroppingTier, SecondaryTierManager
 from kvtier.tiering.factory import TIERS
+from kvtier.tiering.places import open_place
 
 __all__ = [
     "HANG_GUARD_S",
@@ -289,6 +294,59 @@ class TierSuite(ABC):
         assert driver.lookup(1)
         found = driver.tier.explain(key_of(1), driver.request)
         assert found is None or found.cause is not MissCause.OTHER_NAMESPACE, "the block is here by now"
+
+    def test_after_an_upgrade_the_older_layout_is_named_and_purged_and_nothing_of_it_is_found(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        if not self.names_siblings:
+            pytest.skip("this tier knows nothing of other namespaces, says its suite")
+        with monkeypatch.context() as before:
+            before.setattr(namespace, "LAYOUT_VERSION", namespace.LAYOUT_VERSION - 1)
+            with self.drive(tmp_path) as older:
+                assert older.store([1, 2]).success
+        caplog.set_level(logging.INFO)
+        with self.drive(tmp_path) as upgraded:
+            assert not upgraded.lookup(1)
+            assert upgraded.load_right([2]) == set()
+            assert isinstance(upgraded.tier, MissExplainer)
+            miss = upgraded.tier.explain(key_of(1), upgraded.request)
+            assert miss is not None
+            assert set(miss.detail) == {"namespace", "layout_version"}, (
+                "fields of another version were compared"
+            )
+            assert "older and not readable" in str(miss.detail["layout_version"])
+            assert upgraded.store([1]).success
+            assert upgraded.load_right([1]) == {1}
+            (line,) = [text for text in caplog.messages if "older layout" in text]
+            assert not [text for text in caplog.messages if "holds nothing here" in text]
+        _, _, command = line.partition("kvtier purge ")
+        place, option = shlex.split(command)
+        assert option == "--older-layouts"
+        self.check_older_layouts_purge(tmp_path, place)
+
+    def check_older_layouts_purge(self, tmp_path: Path, place: str) -> None:
+        """Check that the command which an engine names removes the older layout's blocks and leaves the others.
+
+        Args:
+            tmp_path: as for ``drive``.
+            place: what the log says that the command takes.
+        """
+        found = open_place(place)
+        try:
+            known = found.namespaces()
+            assert len(known) == 2
+            names = [one.name for one in known if namespace.is_older_layout(parse_document(one.document))]
+            assert len(names) == 1
+            found.begin_removal()
+            assert found.remove(list(found.blocks(names)), unless_changed=False).num == 2
+            found.end_removal(names)
+            assert [one.name for one in found.namespaces()] == [
+                one.name for one in known if one.name not in names
+            ]
+        finally:
+            found.close()
+        with self.drive(tmp_path) as again:
+            assert again.load_right([1, 2]) == {1}
 
     def test_a_damaged_block_is_a_miss_and_makes_way(self, driver: TierDriver) -> None:
         assert driver.store([1, 2]).success

@@ -4,6 +4,7 @@ A directory is one of the fs tier, a file one of the slab tier, and of a URL the
 ``secondary_tiers`` says everything, also of a tier of your own: ``{"type": "package.module:MyTier", ...}``.
 """
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,8 @@ TIERS_OF_SCHEMES = {
 
 MAX_SHOWN_CHARS = 100
 """Characters of a place that a message repeats."""
+
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]{0,11}", re.IGNORECASE)
 
 DIRECTORY_TIER = "fs"
 FILE_TIER = "slab"
@@ -80,20 +83,23 @@ def _find_tier(text: str) -> str:
         name = TIERS_OF_SCHEMES.get(scheme.lower(), scheme)
         if name in TIERS and (scheme.lower() in TIERS_OF_SCHEMES or name not in TIERS_OF_SCHEMES.values()):
             return name
+        if not _SCHEME.fullmatch(scheme):  # more stands in front of :// than a scheme, such as a password
+            raise _wrong_place(text, FORMS)
         raise UnknownNameError("scheme of a place", scheme, TIERS_OF_SCHEMES)
     if not text or "\0" in text:
         raise _wrong_place(text, FORMS)
     path = _path_of(text)
+    # Each refusal without its cause: that of the system names the path, and a mistyped URL with a password is a path.
     try:
         if path.is_dir():
             return DIRECTORY_TIER
         if path.is_file():
             return FILE_TIER
         path.lstat()
-    except FileNotFoundError as error:
-        raise _wrong_place(text, f"does not exist: it {FORMS}") from error
+    except FileNotFoundError:
+        raise _wrong_place(text, f"does not exist: it {FORMS}") from None
     except OSError as error:
-        raise _wrong_place(text, f"cannot be read: {error.strerror}") from error
+        raise _wrong_place(text, f"cannot be read: {error.strerror}") from None
     raise _wrong_place(text, f"is neither a directory nor a file: it {FORMS}")
 
 
@@ -109,7 +115,7 @@ def _path_of(text: str) -> Path:
     try:
         return Path(text).expanduser().absolute()
     except RuntimeError as error:  # no home directory of that name
-        raise _wrong_place(text, f"{error}: give an absolute path") from error
+        raise _wrong_place(text, f"{error}: give an absolute path") from None
 
 
 def _refuse(name: str) -> NoReturn:

@@ -11,7 +11,7 @@ from tests.cli.place.places import NAMESPACES, A, B, MemoryPlace, put_down
 
 from kvtier.cli.place.purge import choose
 from kvtier.errors import ConfigError
-from kvtier.namespace import tag_tenant
+from kvtier.namespace import LAYOUT_VERSION, tag_tenant
 from kvtier.tenants import tenant_number
 from kvtier.tiering.kit.place import PlaceNamespace
 
@@ -38,6 +38,33 @@ def test_what_is_selected_goes_and_nothing_else(run: Run, selectors: list[str], 
     assert sorted(MemoryPlace.blocks_by_address) == left.split()
     assert json.loads(shown)["blocks"] == num_before - len(left.split())
     assert MemoryPlace.num_ended == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "left"),
+    [
+        (LAYOUT_VERSION - 1, "b-new"),
+        (LAYOUT_VERSION, "a-new a-old b-new"),
+        (LAYOUT_VERSION + 1, "a-new a-old b-new"),
+    ],
+)
+@pytest.mark.parametrize("form", [int, float, str, bool])
+def test_older_layouts_are_those_that_this_version_has_left_behind(
+    run: Run, monkeypatch: pytest.MonkeyPatch, version: int, left: str, form: type
+) -> None:
+    document = json.dumps(json.loads(NAMESPACES[A].document) | {"layout_version": form(version)})
+    monkeypatch.setitem(NAMESPACES, A, replace(NAMESPACES[A], document=document))
+    status, shown, _ = run("purge", PLACE, "--older-layouts", "--json")
+    expected = left if form is int else "a-new a-old b-new"
+    assert (status, sorted(MemoryPlace.blocks_by_address)) == (0, expected.split())
+    assert json.loads(shown)["blocks"] == 3 - len(expected.split())
+
+
+def test_a_namespace_narrows_older_layouts_down(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = json.dumps(json.loads(NAMESPACES[A].document) | {"layout_version": 1})
+    monkeypatch.setitem(NAMESPACES, A, replace(NAMESPACES[A], document=document))
+    assert run("purge", PLACE, "--older-layouts", "--namespace", B)[0] == 0
+    assert len(MemoryPlace.blocks_by_address) == 3
 
 
 def test_a_dry_run_says_what_would_go_and_leaves_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,24 @@ def test_another_start_of_the_same_finds_them(stored: HeadsPool, make_storage: M
     assert count_found(make_storage(HeadsPool()), stored) == HAS_ALL
 
 
-def test_another_release_of_sglang_finds_none(
+def test_another_release_that_stores_the_same_bytes_finds_them(
+    stored: HeadsPool, make_storage: MakeStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity, "version", lambda _: "9.9.9")
+    monkeypatch.setattr(identity, "CONFIRMED_RELEASES", identity.CONFIRMED_RELEASES | {"9.9.9"})
+    assert count_found(make_storage(HeadsPool()), stored) == HAS_ALL
+
+
+def test_the_same_bytes_are_found_in_a_moved_folder_and_under_another_name(
+    model: Path, stored: HeadsPool, make_storage: MakeStorage
+) -> None:
+    moved = model.rename(model.parent / "moved")
+    assert count_found(make_storage(HeadsPool(), model_name=str(moved)), stored) == HAS_ALL
+    served = make_storage(HeadsPool(), model_name="served", extra_config={"model": str(moved)})
+    assert count_found(served, stored) == HAS_ALL
+
+
+def test_a_release_that_was_not_looked_at_finds_none(
     stored: HeadsPool, make_storage: MakeStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(identity, "version", lambda _: "9.9.9")
@@ -176,7 +193,7 @@ def test_weights_that_cannot_be_found_are_refused_with_the_remedy(
 def test_a_setting_leads_to_the_weights_or_names_them(
     model: Path, stored: HeadsPool, make_storage: MakeStorage
 ) -> None:
-    # The name is a part of the identity, so these are other pages than those of the folder's name.
+    # Where the weights are not read the revision is a part of the identity: these are other pages than the folder's.
     found = make_storage(HeadsPool(), model_name="served", extra_config={"model": str(model)})
     assert found.batch_set_v1(KEYS[:1], stored.slots(0)) == [True]
     named = make_storage(HeadsPool(), model_name="served", extra_config={"model_revision": "r1"})
@@ -224,7 +241,11 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         ("kv_cache_dtype", "fp8_e5m2"),
         ("quantization", "fp8"),
         ("attention_backend", "triton"),
-        ("context_length", 131_072),
+        ("model_impl", "transformers"),
+        ("mm_process_config", {"image": {"max_pixels": 1}}),
+        ("image_processor_backend", "pil"),
+        ("load_format", "pt"),
+        ("an_argument_of_next_year", "x"),
         ("speculative_algorithm", "NEXTN"),
     ],
 )
@@ -236,6 +257,49 @@ def test_an_argument_of_the_engine_that_changes_bytes_makes_other_pages(
     assert count_found(make_storage(HeadsPool()), pool) == HAS_ALL
     setattr(engine, name, value)
     assert count_found(make_storage(HeadsPool()), pool) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("context_length", 131_072),
+        ("served_model_name", "a"),
+        ("port", 31_000),
+        ("api_key", "sesame"),
+        ("random_seed", 7),
+        ("disable_cuda_graph", True),
+        ("mem_fraction_static", 0.5),
+        ("log_level", "debug"),
+    ],
+)
+def test_an_argument_that_changes_none_finds_them(
+    name: str, value: object, engine: types.SimpleNamespace, make_storage: MakeStorage
+) -> None:
+    pool = HeadsPool()
+    assert make_storage(pool).batch_set_v1(KEYS, pool.slots(0, 1, 2, 3)) == [True] * 4
+    setattr(engine, name, value)
+    assert count_found(make_storage(HeadsPool()), pool) == HAS_ALL
+
+
+def test_an_argument_without_a_form_makes_pages_of_one_start_and_is_named(
+    engine: types.SimpleNamespace, make_storage: MakeStorage, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.forward_hooks = [lambda: None]
+    pool = HeadsPool()
+    assert make_storage(pool).batch_set_v1(KEYS, pool.slots(0, 1, 2, 3)) == [True] * 4
+    assert count_found(make_storage(HeadsPool()), pool) == 0
+    assert "forward_hooks: what it is set to has no form" in caplog.text
+
+
+def test_no_secret_of_an_argument_stands_with_the_pages(
+    engine: types.SimpleNamespace, make_storage: MakeStorage, tmp_path: Path
+) -> None:
+    engine.api_key = "sEsame"
+    engine.model_loader_extra_config = '{"endpoint": "s3://user:sEsame@host", "access_key": "sEsame"}'
+    pool = HeadsPool()
+    assert make_storage(pool).batch_set_v1(KEYS[:1], pool.slots(0)) == [True]
+    (document,) = tmp_path.rglob("namespace.json")
+    assert "sEsame" not in document.read_text()
 
 
 def test_the_engines_path_leads_to_weights_that_are_served_under_another_name(

@@ -33,6 +33,7 @@ from kvtier.cli.place.request_tenants import (
     read_engine_settings,
 )
 from kvtier.errors import ConfigError, TierError
+from kvtier.namespace import is_older_layout
 from kvtier.tiering.kit.place import Amount, Place, PlaceBlock, PlaceNamespace
 from kvtier.tiering.places import names_of_place_tiers
 
@@ -78,6 +79,9 @@ def purge(
         ),
     ] = None,
     older_than: Annotated[str | None, typer.Option(help='Those not used for so long, such as "7d".')] = None,
+    older_layouts: Annotated[
+        bool, typer.Option("--older-layouts", help="Those of an older kvtier, which this one cannot read.")
+    ] = False,
     all_blocks: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")
@@ -98,25 +102,27 @@ def purge(
 ) -> None:
     """Remove blocks from a tier's place for good. Engines that use it see misses, and go on.
 
-    Give at least one of --namespace, --tenant and --older-than, which narrow each other down, or --all. With --instance
-    a running engine removes its own blocks from host memory and its tiers; give --tier, --all or --tenant.
+    Give at least one of --namespace, --tenant, --older-than and --older-layouts, which narrow each other down, or
+    --all. With --instance a running engine removes its own blocks from host memory and its tiers; give --tier, --all
+    or --tenant.
 
     Raises:
         KVTierError: no selector, a selector that selects nothing, or the place cannot be changed.
     """
-    needs_place = bool(namespace or older_than or dry_run or config)
+    needs_place = bool(namespace or older_than or older_layouts or dry_run or config)
     check_target(place, instance, tier or (), needs_place=needs_place)
     if place is None:
         purge_living(
             instance, tier or (), tenant=tenant, is_all=all_blocks, timeout_s=timeout_s, as_json=as_json
         )
         return
-    check_selectors(has_selector=bool(namespace or tenant or older_than), is_all=all_blocks)
+    check_selectors(has_selector=bool(namespace or tenant or older_than or older_layouts), is_all=all_blocks)
     purge_place(
         place,
         namespace or [],
         tenant,
         older_than,
+        older_layouts=older_layouts,
         key_file=key_file,
         salt="" if config is None else read_engine_settings(config).tenant_salt,
         dry_run=dry_run,
@@ -146,6 +152,7 @@ def purge_place(
     tenant: str | None,
     older_than: str | None,
     *,
+    older_layouts: bool = False,
     key_file: str | None = None,
     salt: str = "",
     dry_run: bool,
@@ -169,6 +176,8 @@ def purge_place(
         known = found.namespaces()
         number = None if tenant is None else find_tenant(found, known, tenant, salt)
         names = choose(known, namespace, tenant if number is None else None)
+        if older_layouts:
+            names = tuple(name for name in names_of_older_layouts(known) if names is None or name in names)
         selection = make_selection(known, names, None if age_s is None else time.time() - age_s, number)
         began_s = time.monotonic()
         removed = measure(found, selection) if dry_run else remove(found, selection)
@@ -197,7 +206,10 @@ def check_selectors(*, has_selector: bool, is_all: bool) -> None:
         ConfigError: neither a selector nor ``--all``, or both.
     """
     if not has_selector and not is_all:
-        remedy = "say what to remove: --namespace, --tenant or --older-than; to remove every block, --all"
+        remedy = (
+            "say what to remove: --namespace, --tenant, --older-than or --older-layouts; "
+            "to remove every block, --all"
+        )
         raise ConfigError("--all", value=False, remedy=remedy)
     if has_selector and is_all:
         raise ConfigError("--all", value=True, remedy="goes with no other selector: leave one out")
@@ -226,6 +238,15 @@ def choose(
         )
         raise ConfigError("--tenant", tenant, remedy, max_value_chars=80)
     return chosen if names is None else tuple(name for name in names if name in chosen)
+
+
+def names_of_older_layouts(known: Sequence[PlaceNamespace]) -> tuple[str, ...]:
+    """Return the namespaces whose documents say that this version cannot read them, because it is newer. Pure."""
+    return tuple(
+        one.name
+        for one in known
+        if (document := read_document(one)) is not None and is_older_layout(document)
+    )
 
 
 def make_selection(

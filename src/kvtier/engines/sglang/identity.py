@@ -1,13 +1,15 @@
 """What makes the pages of one pool of one rank its own.
 
 SGLang tells a storage backend the model's name and the ranks. The same name may have other weights tomorrow, and with
-another RoPE factor the same weights make other keys. So what is missing is read here: every byte of the weights, the
-model's configuration, and those of the engine's arguments that change bytes. What cannot be read is refused with the
-remedy, because pages would otherwise be found by an engine that computes others.
+another RoPE factor the same weights make other keys. So what is missing is read here: every byte of the weights, which
+are found under any name and in any folder, the model's configuration, and every argument of the engine but those that
+``named_arguments`` lists as harmless. What cannot be read is refused with the remedy, because pages would otherwise be
+found by an engine that computes others.
 """
 
 import hashlib
 import json
+import logging
 import os
 import sys
 import uuid
@@ -20,21 +22,22 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
 from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.engines.checkpoint import fingerprint_checkpoint, require_started_after, require_unchanged
+from kvtier.engines.sglang.named_arguments import name_arguments
 from kvtier.engines.sglang.pages import HostPool, Pages
 from kvtier.engines.sglang.settings import SGLangSettings
 from kvtier.errors import ConfigError
+from kvtier.redaction import redact
+
+logger = logging.getLogger(__name__)
 
 ENGINE_KIND = "sglang"
 
 CONTEXT_MODULE = "sglang.srt.runtime_context"
 """Where SGLang keeps the arguments of the running engine; without an engine it is not imported."""
 
-EFFECTIVE_ARGUMENTS = (
-    "json_model_override_args", "dtype", "quantization", "quantization_param_path", "kv_cache_dtype", "context_length",
-    "model_impl", "load_format", "attention_backend", "prefill_attention_backend", "decode_attention_backend",
-    "mamba_ssm_dtype", "speculative_algorithm", "speculative_draft_kv_cache_dtype", "device",
-)  # fmt: skip
-"""Arguments of SGLang's that change the bytes of pages, as far as its files of 0.5.23 tell."""
+CONFIRMED_RELEASES = frozenset({"0.5.23"})
+"""Releases whose pages were compared with each other's: all of them store the same bytes for the same pool. Pages of
+another release are its own until it is listed here."""
 
 FORMATS_IN_FILES = frozenset(
     {
@@ -85,27 +88,27 @@ def make_model_identity(settings: SGLangSettings, storage_config: HiCacheStorage
             'such as {"kv_cache_dtype": "auto", "json_model_override_args": "{}"}'
         )
         raise ConfigError("engine_arguments", None, remedy)
-    arguments = read_arguments(engine) | dict(settings.engine_arguments or {})
     refuse_unnamed(engine, settings)
     place = find_weights(settings, engine, storage_config.model_name)
-    revisions = [settings.model_revision or _fingerprint(place, is_loaded=engine is not None)]
+    weights = "" if settings.model_revision else _fingerprint(place, is_loaded=engine is not None)
     draft = getattr(engine, "speculative_draft_model_path", None)
-    if draft:
-        revisions.append(f"draft {_fingerprint(_require_folder(str(draft), 'draft model'), is_loaded=True)}")
-    words: dict[str, object] = {
-        "config": read_model_config(place),
-        "sglang": arguments,
-        "release": read_release(),
-    }
+    drafted = _fingerprint(_require_folder(str(draft), "draft model"), is_loaded=True) if draft else ""
+    config = read_model_config(place)
+    arguments = read_arguments(engine, config) | dict(settings.engine_arguments or {})
+    words: dict[str, object] = {"config": config, "sglang": arguments}
+    if drafted:
+        words["draft"] = drafted
     if settings.adapters_revision is not None:
         words["adapters"] = settings.adapters_revision
     canonical = json.dumps(words, sort_keys=True, default=str)
     return ModelIdentity(
         name=str(storage_config.model_name or ""),
-        revision="; ".join(revisions),
+        revision=settings.model_revision or "",
         dtype=str(arguments.get("dtype", "")),
         config_digest=hashlib.sha256(canonical.encode()).hexdigest(),
-        config_json=canonical,
+        # The words stand next to the pages: what an argument may hold of a credential is only in the digest.
+        config_json=json.dumps(redact("", words), sort_keys=True, default=str),
+        weights=weights,
     )
 
 
@@ -134,13 +137,14 @@ def make_pool_config(
     )
     tag = getattr(pool, "storage_format_tag", None) or ""
     layout = f"{type(pool).__name__} {getattr(pool, 'layout', '')} {tag} {pages.form}"
+    release = f", {read_release()}" if read_release() else ""
     own = {"encryption": settings.encryption, "tenant_salt": settings.tenant_salt}
     return OffloadingConfig(
         engine_id=f"{ENGINE_KIND}-{os.getpid()}-{uuid.uuid4().hex[:8]}",
         model=model,
         groups=groups,
         hash_block_size=pool.page_size,
-        kv_layout=f"{layout}, {part.text}",
+        kv_layout=f"{layout}, {part.text}{release}",
         kv_dtype=describe_types(pool),
         engine_kind=ENGINE_KIND,
         extra_config=own,
@@ -183,25 +187,34 @@ def find_engine_arguments() -> object | None:
 
 
 def read_release() -> str:
-    """Return the release of SGLang, whose kernels may round otherwise than another's; "" where no package says it."""
+    """Return "" for a release whose pages are known to be those of the others, else which release it is."""
     try:
-        return version("sglang")
+        release = version("sglang")
     except PackageNotFoundError:
         return ""
+    return "" if release in CONFIRMED_RELEASES else f"of sglang {release}"
 
 
-def read_arguments(engine: object | None) -> dict[str, object]:
-    """Return the engine's arguments that change bytes, a file of scales by its digest; none without an engine.
+def read_arguments(engine: object | None, model_config: object) -> dict[str, object]:
+    """Return the engine's arguments that name its pages, a file of scales by its digest; none without an engine.
 
     Raises:
         ConfigError: that file cannot be read.
     """
     if engine is None:
         return {}
-    found: dict[str, object] = {name: getattr(engine, name, None) for name in EFFECTIVE_ARGUMENTS}
-    scales = found["quantization_param_path"]
+    found, unstable = name_arguments(engine, model_config)
+    scales = found.get("quantization_param_path")
     if scales:
         found["quantization_param_path"] = _digest_file(Path(str(scales)))
+    if unstable:
+        # A rank that shares its pages with others finds none of theirs either: a miss, and nothing wrong.
+        found["of_one_start"] = uuid.uuid4().hex
+        logger.warning(
+            "%s: what it is set to has no form that another process can compare, so only this start of the engine "
+            "uses its pages; set it to plain values to share them",
+            ", ".join(unstable),
+        )
     return found
 
 

@@ -27,7 +27,7 @@ from kvtier.tiering.fs.index import KeyIndex
 from kvtier.tiering.fs.shared_usage import open_shared_file
 from kvtier.tiering.fs.system import Owner, parse_owner
 from kvtier.tiering.kit.block_format import BlockFormat, BlockName, format_of
-from kvtier.tiering.kit.siblings import Sibling, SiblingPlace, log_siblings
+from kvtier.tiering.kit.siblings import Sibling, SiblingPlace, amount_in_words, log_siblings
 
 LOCK_NAME = ".lock"
 USAGE_NAME = ".usage"
@@ -39,6 +39,10 @@ MAX_DOCUMENT_BYTES = 2**20
 MAX_COUNTED_BLOCKS = 1000
 """Blocks of a sibling that are counted for the line in the log. More list more folders of a large directory at the
 start; fewer say less of how much is lost."""
+
+MAX_READ_DOCUMENTS = 32
+"""Documents of other namespaces that are read in a listing, a small file each. Fewer miss the sibling that matters
+where resets have made many."""
 
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
 _DIGIT = re.compile(r"[0-9a-f]")
@@ -295,6 +299,23 @@ def count_blocks(path: str, max_blocks: int) -> int:
     return num_blocks
 
 
+def estimate_bytes(path: str) -> tuple[int, bool]:
+    """Return the bytes of the blocks in the folder of a namespace, and whether all of them were counted.
+
+    Blocks lie in folders by their hash, so a part of the folders tells of the rest.
+    """
+    folders = list(_walk_folders(path, depth=2, first_level=1))
+    num_bytes = num_blocks = 0
+    for number, folder in enumerate(folders, 1):
+        for entry in _entries(folder):
+            status = _status(entry) if parse_block_name(entry.name) is not None else None
+            num_bytes += 0 if status is None else status.st_size
+            num_blocks += status is not None
+        if num_blocks >= MAX_COUNTED_BLOCKS and number < len(folders):
+            return num_bytes * len(folders) // number, False
+    return num_bytes, True
+
+
 def sweep_temporaries(temporary_path: Path, here: Owner, now_s: float) -> int:
     """Remove files that dead processes were writing; return the bytes of those that stay.
 
@@ -416,7 +437,8 @@ class FSSiblings(SiblingPlace):
 
     def read_documents(self, own_name: str, max_namespaces: int) -> Sequence[tuple[str, str]]:
         self._own_name = own_name
-        names = [name for name in list_namespaces(self._root) if name != own_name][:max_namespaces]
+        del max_namespaces  # those that differ least are chosen among more
+        names = [name for name in list_namespaces(self._root) if name != own_name][:MAX_READ_DOCUMENTS]
         return [(name, read_document(self._root / name)) for name in names]
 
     def held_by(self, names: Sequence[str], keys: Sequence[OffloadKey]) -> str | None:
@@ -432,6 +454,11 @@ class FSSiblings(SiblingPlace):
         num_blocks = count_blocks(namespace_path(self._root, siblings[0].name), MAX_COUNTED_BLOCKS)
         number = str(num_blocks) if num_blocks < MAX_COUNTED_BLOCKS else f"{num_blocks} or more"
         log_siblings("fs", self._own_name, siblings[0], number)
+
+    def measure_older(self, documents: Sequence[tuple[str, str]]) -> str:
+        sizes = [estimate_bytes(namespace_path(self._root, name)) for name, _ in documents]
+        about = "" if all(is_exact for _, is_exact in sizes) else "about "
+        return about + amount_in_words(sum(num_bytes for num_bytes, _ in sizes))
 
     def _has(self, name: str, key: OffloadKey) -> bool:
         return os.access(block_path(namespace_path(self._root, name), key), os.F_OK)

@@ -71,7 +71,7 @@ class FSBlockStore(BlockStore[FSNamespace]):
     ) -> None:
         self._make_counts = make_counts
         self.losses = make_losses("fs", max_keys, clock)
-        self.siblings = SiblingNamespaces("fs", FSSiblings(directory.root), clock)
+        self.siblings = SiblingNamespaces("fs", FSSiblings(directory.root), clock, where=str(directory.root))
         self._directory = directory
         self._row_bytes = rows.row_bytes
         self._files = directory.files

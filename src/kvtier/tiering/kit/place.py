@@ -5,6 +5,7 @@ of its folder, and offers it with ``PlaceTier``. A place may be in use by living
 writes, renews or evicts meanwhile is never called damaged, and what is removed costs it that block and nothing else.
 """
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -121,6 +122,19 @@ class PlaceSummary:
     foreign: Amount = NOTHING
     other_format: Amount = NOTHING
     users: tuple[str, ...] = ()
+
+
+def name_place(tier: str, setting: str, own: Mapping[str, object]) -> str:
+    """Return a place as commands take it: its address alone where that says everything, else the tier's entry. Pure.
+
+    Args:
+        tier: type of the tier.
+        setting: the tier's setting that says where its blocks are.
+        own: the settings that it takes to reach them, without credentials.
+    """
+    if set(own) == {setting}:
+        return str(own[setting])
+    return json.dumps({"type": tier, **own}, default=str)
 
 
 class TierFinding(NamedTuple):

@@ -6,9 +6,13 @@ there, looks into a few siblings for it; the scheduler's thread reads what it ha
 
 The look is bounded: a few blocks, a few siblings, one listing in a minute. Where it costs round trips, one that finds
 nothing is followed by a pause, which doubles as long as nothing is found.
+
+After an upgrade the siblings are of an older layout, which this version does not read. The first listing says how much
+they take and which command removes them.
 """
 
 import logging
+import shlex
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
@@ -18,7 +22,7 @@ from types import MappingProxyType
 from kvtier.base import OffloadKey
 from kvtier.errors import NamespaceDocumentError, TierError
 from kvtier.misses import Miss, MissCause
-from kvtier.namespace import Namespace, differences
+from kvtier.namespace import LAYOUT_VERSION, Namespace, differences, is_older_layout, parse_document
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +36,21 @@ them is found, all blocks of that lookup are looked for there, so that requests 
 MAX_FOUND = 4096
 """Blocks remembered that a sibling holds, about 200 bytes each; the oldest is forgotten first."""
 
+MAX_RANK = 2**31
+"""Of a sibling that shares no block with this namespace: more than fields can differ."""
+
 MAX_FIELDS = 4
 """Fields that a cause names; a namespace that differs in more is of another model."""
 
 LISTING_S = 60.0
 """Seconds for which the list of siblings is used. Shorter lists a distant place more often; longer notices later that
 an engine with other settings has begun to write."""
+
+OTHER_LAYOUT = "layout_version"
+"""The one field that a cause names where a sibling's layout is another."""
+
+UNKNOWN_AMOUNT = "an unknown amount"
+"""What is said of blocks that a place cannot count cheaply."""
 
 MAX_PAUSE_S = 60.0
 """The longest pause after looks that found nothing: later, and the first minutes after an operator's mistake would have
@@ -51,14 +64,22 @@ class Sibling:
     Attributes:
         name: its name.
         miss: the cause of blocks that it holds: which fields of its identity differ.
+        has_other_layout: whether it is of another version of kvtier, which reads and writes other blocks.
     """
 
     name: str
     miss: Miss
+    has_other_layout: bool = False
 
 
 class SiblingPlace(ABC):
-    """What a tier's place must be able to tell of other namespaces. Called on the lookup's thread, and may block."""
+    """What a tier's place must be able to tell of other namespaces. Called on the lookup's thread, and may block.
+
+    Attributes:
+        fate: what becomes of blocks that no engine uses, in words, as the end of "they are not readable and".
+    """
+
+    fate = "are evicted as room is needed"
 
     @abstractmethod
     def read_documents(self, own_name: str, max_namespaces: int) -> Sequence[tuple[str, str]]:
@@ -78,7 +99,20 @@ class SiblingPlace(ABC):
         """Return which of ``keys`` a namespace holds. Raises as above."""
 
     def note_siblings(self, siblings: Sequence[Sibling]) -> None:
-        """Do what is to be done, such as a line in the log, when siblings have been listed for the first time."""
+        """Do what is to be done, such as a line in the log, when siblings have been listed for the first time.
+
+        Args:
+            siblings: those of this version's layout.
+        """
+
+    def measure_older(self, documents: Sequence[tuple[str, str]]) -> str:
+        """Return in words how many bytes namespaces of older layouts take, at a bounded cost.
+
+        Args:
+            documents: their names and documents.
+        """
+        del documents
+        return UNKNOWN_AMOUNT
 
 
 class SiblingNamespaces:
@@ -93,14 +127,23 @@ class SiblingNamespaces:
         clock: seconds, monotonic.
         pause_s: the first pause after a look that found nothing, in seconds; 0: there is none, for a place where a
             look costs microseconds.
+        where: the place, as commands take it.
 
     Attributes:
         found: blocks that this namespace misses and a sibling holds, with the cause; mostly empty.
     """
 
     def __init__(
-        self, tier: str, place: SiblingPlace, clock: Callable[[], float], pause_s: float = 0.0
+        self,
+        tier: str,
+        place: SiblingPlace,
+        clock: Callable[[], float],
+        pause_s: float = 0.0,
+        *,
+        where: str = "PLACE",
     ) -> None:
+        self._where = where
+        self._has_noted_older = False
         self._tier = tier
         self._place = place
         self._clock = clock
@@ -154,15 +197,21 @@ class SiblingNamespaces:
         self._listed_s, self._listed_for = now_s, own.name
         documents = self._place.read_documents(own.name, MAX_SIBLINGS)
         self._siblings = describe_siblings(self._tier, own, documents)
-        if is_first and self._siblings:
-            self._place.note_siblings(self._siblings)
+        current = [sibling for sibling in self._siblings if not sibling.has_other_layout]
+        if is_first and current:
+            self._place.note_siblings(current)
+        older = [] if self._has_noted_older else list_older(documents)
+        if older:
+            self._has_noted_older = True
+            amount = self._place.measure_older(older)
+            log_older_layouts(self._tier, amount, len(older), self._place.fate, self._where)
 
 
 def describe_siblings(tier: str, own: Namespace, documents: Sequence[tuple[str, str]]) -> list[Sibling]:
     """Return the namespaces whose documents can be read, each with what distinguishes it. Pure.
 
     Of more than ``MAX_SIBLINGS`` those that differ least are returned: a mistake changes a field or two, another model
-    changes many.
+    changes many, another layout everything.
 
     Args:
         tier: type of the tier.
@@ -178,13 +227,64 @@ def describe_siblings(tier: str, own: Namespace, documents: Sequence[tuple[str, 
         detail = {"namespace": name[:8]}
         for one in found[:MAX_FIELDS]:
             detail[one.field] = f"{one.value_a} (here {one.value_b})"
+        has_other_layout = OTHER_LAYOUT in detail
+        if has_other_layout:
+            age = "older" if is_older_layout(parse_document(document)) else "newer"
+            detail[OTHER_LAYOUT] = f"{found[0].value_a}, {age} and not readable (here {found[0].value_b})"
         if len(found) > MAX_FIELDS:
             detail["more"] = f"{len(found) - MAX_FIELDS} fields more"
         miss = Miss(MissCause.OTHER_NAMESPACE, tier, MappingProxyType(detail))
-        siblings.append((len(found), Sibling(name, miss)))
+        rank = MAX_RANK if has_other_layout else len(found)
+        siblings.append((rank, Sibling(name, miss, has_other_layout)))
     if len(siblings) > MAX_SIBLINGS:
         siblings = sorted(siblings, key=lambda each: each[0])[:MAX_SIBLINGS]
     return [sibling for _, sibling in siblings]
+
+
+def list_older(documents: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the namespaces of older layouts, with their documents. Pure."""
+    older = []
+    for name, document in documents:
+        try:
+            if is_older_layout(parse_document(document)):
+                older.append((name, document))
+        except NamespaceDocumentError:  # what others have written is input
+            continue
+    return older
+
+
+def row_bytes_of(document: str) -> int | None:
+    """Return the bytes of one block that a namespace's document names; None where it names none. Pure."""
+    num_bytes = parse_document(document).get("row_stride_bytes")
+    is_whole = isinstance(num_bytes, int) and not isinstance(num_bytes, bool)
+    return num_bytes if is_whole and 0 < num_bytes < 2**50 else None
+
+
+def amount_in_words(num_bytes: float) -> str:
+    """Return a number of bytes as operators read it: "1.5 GB". Pure."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def log_older_layouts(tier: str, amount: str, num_namespaces: int, fate: str, where: str) -> None:
+    """Log what an upgrade finds: blocks that this version cannot read, and what removes them.
+
+    Args:
+        tier: type of the tier.
+        amount: how much they take, in words.
+        num_namespaces: how many namespaces they are of.
+        fate: what becomes of them, in words.
+        where: the place, as commands take it.
+    """
+    logger.warning(
+        "tier %s: %s of an older layout (here %d) in %d namespaces: they are not readable and %s; to remove them now: "
+        "kvtier purge %s --older-layouts",
+        tier,
+        amount,
+        LAYOUT_VERSION,
+        num_namespaces,
+        fate,
+        shlex.quote(where),
+    )
 
 
 def log_siblings(tier: str, own_name: str, sibling: Sibling, num_blocks: str) -> None:

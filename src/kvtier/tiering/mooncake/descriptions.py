@@ -130,6 +130,8 @@ class MooncakeSiblings(SiblingPlace):
         client: the store.
     """
 
+    fate = "are dropped as the store needs room"
+
     def __init__(self, buffer: DescriptionBuffer, client: MooncakeClient) -> None:
         self._buffer = buffer
         self._client = client

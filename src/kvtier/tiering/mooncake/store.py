@@ -144,6 +144,7 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
         headers: room for envelopes.
         clock: seconds, monotonic.
         descriptions: room for one to write and one to read.
+        where: the store, as commands take it.
 
     Attributes:
         losses: why blocks are gone.
@@ -157,10 +158,11 @@ class MooncakeBlockStore(BlockStore[MooncakeNamespace]):
         headers: HeaderPool,
         clock: Callable[[], float],
         descriptions: tuple[DescriptionBuffer, DescriptionBuffer],
+        where: str = "PLACE",
     ) -> None:
         self._describer = Describer(descriptions[0], client, clock)
         place = MooncakeSiblings(descriptions[1], client)
-        self.siblings = SiblingNamespaces(TIER_TYPE, place, clock, FIRST_PAUSE_S)
+        self.siblings = SiblingNamespaces(TIER_TYPE, place, clock, FIRST_PAUSE_S, where=where)
         self.losses = BackendLosses("mooncake", clock)
         self._client = client
         self._rows = rows

@@ -16,7 +16,7 @@ from kvtier.misses import Miss, MissExplainer
 from kvtier.settings import parse_settings
 from kvtier.tiering.base import NO_SETTINGS, TierSettings
 from kvtier.tiering.kit.backend import rows_of
-from kvtier.tiering.kit.place import PlaceTier, ProbedTier, TierFinding
+from kvtier.tiering.kit.place import PlaceTier, ProbedTier, TierFinding, name_place
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 from kvtier.tiering.mooncake.client import MooncakeClient
 from kvtier.tiering.mooncake.descriptions import DescriptionBuffer
@@ -79,7 +79,9 @@ class MooncakeTier(ThreadedTier[MooncakeNamespace], PlaceTier, ProbedTier, MissE
         descriptions = (DescriptionBuffer(), DescriptionBuffer())
         memories = (rows.flat, headers.memory, *(one.memory for one in descriptions))
         client = MooncakeClient(mooncake_settings, memories, clock)
-        store = MooncakeBlockStore(client, rows, headers, clock, descriptions)
+        store = MooncakeBlockStore(
+            client, rows, headers, clock, descriptions, name_place(TIER_TYPE, self.place_setting, own)
+        )
         self._losses, self._siblings = store.losses, store.siblings
         super().__init__(
             config,

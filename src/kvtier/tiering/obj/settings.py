@@ -11,7 +11,7 @@ from pathlib import Path
 from kvtier.errors import ConfigError
 from kvtier.settings import flag, seconds, setting, size_bytes, text, whole
 from kvtier.tiering.kit.lifetime import TTL
-from kvtier.tiering.obj.target import Service, StoreTarget, parse_server, parse_target, parse_url, redacted
+from kvtier.tiering.obj.target import Service, StoreTarget, parse_server, parse_target, parse_url
 
 DEFAULT_PREFIX = "kvtier"
 
@@ -148,7 +148,7 @@ class ObjSettings:
         object.__setattr__(self, "target", target)
         if target.service not in (Service.S3, Service.AZURE) and self.endpoint is not None:
             remedy = "has a meaning for s3:// and az:// only: leave it out"
-            raise ConfigError("endpoint", redacted(self.endpoint), remedy)
+            raise ConfigError("endpoint", self.endpoint, remedy)
         if target.service is not Service.S3 and self.region is not None:
             raise ConfigError("region", self.region, "has a meaning for s3:// only: leave it out")
         if target.service is Service.HTTP and self.capacity_bytes is not None:
@@ -165,6 +165,18 @@ class ObjSettings:
         if self.endpoint is not None:
             server = parse_server("endpoint", self.endpoint, is_http_allowed=self.allow_http)
             object.__setattr__(self, "endpoint", server)
+
+    def list_reach(self) -> dict[str, object]:
+        """Return the settings that it takes to reach the objects, without those that have their default. Pure."""
+        default = {
+            "prefix": DEFAULT_PREFIX,
+            "endpoint": None,
+            "region": None,
+            "allow_http": False,
+            "ca_file": None,
+        }
+        reach = {name: getattr(self, name) for name, value in default.items() if getattr(self, name) != value}
+        return {"url": self.url, **reach}
 
 
 def require_capacity(settings: ObjSettings, block_bytes: int) -> None:

@@ -31,9 +31,12 @@ class ObjSiblings(SiblingPlace):
     Args:
         client: the store.
         root: what the names of the tier's objects begin with.
+        has_capacity: whether the tier evicts; objects of others go with its own.
     """
 
-    def __init__(self, client: Client, root: str) -> None:
+    def __init__(self, client: Client, root: str, *, has_capacity: bool = True) -> None:
+        if not has_capacity:
+            self.fate = "stay until the store's own rules remove them"
         self._client = client
         self._root = root
 

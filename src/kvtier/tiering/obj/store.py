@@ -24,6 +24,7 @@ from kvtier.tiering.kit.envelope import (
 )
 from kvtier.tiering.kit.io_pool import TransferOutcome
 from kvtier.tiering.kit.losses import BackendLosses
+from kvtier.tiering.kit.place import name_place
 from kvtier.tiering.kit.siblings import SiblingNamespaces
 from kvtier.tiering.obj.client import OVER, Client
 from kvtier.tiering.obj.evictor import Evictor
@@ -67,8 +68,9 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.losses = BackendLosses("obj", clock, settings.ttl_s, renews=False)
-        place = ObjSiblings(client, settings.target.root)
-        self.siblings = SiblingNamespaces("obj", place, clock, FIRST_PAUSE_S)
+        place = ObjSiblings(client, settings.target.root, has_capacity=settings.capacity_bytes is not None)
+        where = name_place("obj", "url", settings.list_reach())
+        self.siblings = SiblingNamespaces("obj", place, clock, FIRST_PAUSE_S, where=where)
         self._client = client
         self._rows = rows
         self._root = settings.target.root

@@ -123,14 +123,9 @@ def _split(setting: str, value: object, remedy: str) -> SplitResult:
     except ValueError:
         parts = None
     if parts is None or not parts.scheme:
-        raise ConfigError(setting, redacted(value), remedy)
+        raise ConfigError(setting, value, remedy)
     # An @ anywhere: a password with a slash in it does not end where a host would.
     if "@" in str(value) or parts.query or parts.fragment:
         remedy = "carries credentials or a query: take both out, credentials come from the environment"
-        raise ConfigError(setting, redacted(value), remedy)
+        raise ConfigError(setting, value, remedy)
     return parts
-
-
-def redacted(value: object) -> object:
-    """Return ``value`` without what may be a password in it."""
-    return re.sub(r"//.*@|[?#].*", "***", value) if isinstance(value, str) else value

@@ -16,7 +16,14 @@ from kvtier.base import OffloadKey
 from kvtier.departed import DepartedBlocks
 from kvtier.misses import Miss
 from kvtier.namespace import Namespace
-from kvtier.tiering.kit.siblings import describe_siblings, log_siblings
+from kvtier.tiering.kit.siblings import (
+    SiblingPlace,
+    amount_in_words,
+    describe_siblings,
+    list_older,
+    log_older_layouts,
+    log_siblings,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +82,12 @@ class SlabSiblings:
 
     Args:
         slab_path: the slab.
+        slot_bytes: what a block takes in it.
     """
 
-    def __init__(self, slab_path: Path) -> None:
+    def __init__(self, slab_path: Path, slot_bytes: int) -> None:
         self._slab_path = slab_path
+        self._slot_bytes = slot_bytes
         self._blocks: DepartedBlocks | None = None
 
     def adopt(
@@ -94,8 +103,13 @@ class SlabSiblings:
         for sibling in siblings:
             blocks.report(keys_by_name[sibling.name], blocks.add_kind(sibling.miss))
         self._blocks = blocks
-        if is_empty:
-            log_siblings("slab", own.name, siblings[0], str(len(keys_by_name[siblings[0].name])))
+        current = [sibling for sibling in siblings if not sibling.has_other_layout]
+        if is_empty and current:
+            log_siblings("slab", own.name, current[0], str(len(keys_by_name[current[0].name])))
+        if older := list_older(there):
+            num_bytes = self._slot_bytes * sum(len(keys_by_name[name]) for name, _ in older)
+            amount, where = amount_in_words(num_bytes), str(self._slab_path)
+            log_older_layouts("slab", amount, len(older), SiblingPlace.fate, where)
 
     def explain(self, key: OffloadKey) -> Miss | None:
         """Return in what the namespace differs that held ``key`` at the start; None when none did."""

@@ -62,7 +62,7 @@ class Indexer:
     """
 
     def __init__(self, file: SlabFile, slot_table: SlotTable) -> None:
-        self.siblings = SlabSiblings(file.path)
+        self.siblings = SlabSiblings(file.path, file.geometry.slot_bytes)
         self._file = file
         self._slot_table = slot_table
         self._ended = threading.Event()

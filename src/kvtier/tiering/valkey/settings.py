@@ -117,6 +117,16 @@ class ValkeySettings:
         ),
     )
 
+    def list_reach(self) -> dict[str, object]:
+        """Return the settings that it takes to reach the server, without its credentials. Pure."""
+        host = f"[{self.url.address.host}]" if ":" in self.url.address.host else self.url.address.host
+        scheme = "rediss" if self.url.is_tls else "redis"
+        database = f"/{self.url.database}" if self.url.database else ""
+        reach: dict[str, object] = {"url": f"{scheme}://{host}:{self.url.address.port}{database}"}
+        if self.cluster:
+            reach["cluster"] = True
+        return reach if self.ca_file is None else reach | {"ca_file": self.ca_file}
+
     def __post_init__(self) -> None:
         if self.cluster and self.url.database:
             raise ConfigError("url", f".../{self.url.database}", "a cluster is used with database 0 only")

@@ -10,7 +10,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.base import OffloadKey
-from kvtier.tiering.kit.siblings import Sibling, SiblingPlace, log_siblings
+from kvtier.tiering.kit.siblings import (
+    UNKNOWN_AMOUNT,
+    Sibling,
+    SiblingPlace,
+    amount_in_words,
+    log_siblings,
+    row_bytes_of,
+)
 from kvtier.tiering.valkey.connection import Command, ReplyOrError, make_command
 from kvtier.tiering.valkey.errors import TIER_TYPE
 from kvtier.tiering.valkey.names import LIST_NAME, block_name, document_name
@@ -37,6 +44,9 @@ SCAN_NAMES = 1000
 MAX_SCANS = 8
 """Rounds of counting a sibling's blocks, of ``SCAN_NAMES`` names each, once in the life of a tier. More keep a lookup
 waiting; fewer count less of a large server."""
+
+MAX_MEASURED = 8
+"""Namespaces of an older layout whose blocks are counted, likewise."""
 
 NAMESPACE_CHARS = 32
 _NAMESPACE = re.compile(rb"[0-9a-f]{32}")
@@ -99,6 +109,8 @@ class ValkeySiblings(SiblingPlace):
         servers: where they are.
     """
 
+    fate = "leave when their time to live ends or the server evicts them"
+
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
         self._own_name = ""
@@ -133,13 +145,31 @@ class ValkeySiblings(SiblingPlace):
         if isinstance(own, Reply) and own.kind == ":" and not own.number:
             log_siblings(TIER_TYPE, self._own_name, siblings[0], self._count_blocks(siblings[0].name))
 
+    def measure_older(self, documents: Sequence[tuple[str, str]]) -> str:
+        num_bytes, is_whole = 0, len(documents) <= MAX_MEASURED
+        for name, document in documents[:MAX_MEASURED]:
+            num_blocks, is_counted = self._scan_blocks(name)
+            row_bytes = row_bytes_of(document)
+            num_bytes += num_blocks * (row_bytes or 0)
+            is_whole = is_whole and is_counted and row_bytes is not None
+        if not num_bytes:
+            return UNKNOWN_AMOUNT
+        return amount_in_words(num_bytes) if is_whole else f"at least {amount_in_words(num_bytes)}"
+
     def _held(self, asked: Sequence[tuple[str, OffloadKey]]) -> list[tuple[str, OffloadKey]]:
         commands = [make_command(b"STRLEN", block_name(name, key)) for name, key in asked]
         replies = self._servers.run(commands) if commands else []
         return [one for one, reply in zip(asked, replies, strict=True) if _is_there(reply)]
 
     def _count_blocks(self, name: str) -> str:
-        """Return how many blocks a namespace has, in words; of a cluster's only those on one node are counted."""
+        """Return how many blocks a namespace has, in words."""
+        num_blocks, is_whole = self._scan_blocks(name)
+        if is_whole:
+            return str(num_blocks)
+        return f"{num_blocks} or more" if num_blocks else "an unknown number of"
+
+    def _scan_blocks(self, name: str) -> tuple[int, bool]:
+        """Return how many blocks a namespace has, and whether that is all; of a cluster's one node is asked."""
         pattern = b"kvtier:{%b:*" % name.encode()
         names: set[bytes] = set()
         cursor: Tree = b"0"
@@ -153,10 +183,10 @@ class ValkeySiblings(SiblingPlace):
             if isinstance(page, list):
                 names.update(one for one in page if isinstance(one, bytes))
             if cursor == b"0" and self._servers.has_one_node:
-                return str(len(names))
+                return len(names), True
             if cursor == b"0" or not isinstance(cursor, bytes):
                 break
-        return f"{len(names)} or more" if names else "an unknown number of"
+        return len(names), False
 
     def _ask(self, requests: Sequence[tuple[bytes, bytes]]) -> list[Tree]:
         """Return the whole reply to each request, given with the name that decides its node; None for a failed one."""

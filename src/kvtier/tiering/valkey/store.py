@@ -148,6 +148,7 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         clock: seconds, monotonic.
         wall_clock: seconds since 1970, for the order of namespaces.
         quotas: keeps tenants within theirs; None: they have none here.
+        where: the server, as commands take it.
 
     Attributes:
         losses: why blocks are gone.
@@ -165,11 +166,14 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         renews: bool = True,
         wall_clock: Callable[[], float] = time.time,
         quotas: QuotaKeeper | None = None,
+        where: str = "PLACE",
     ) -> None:
         self._renews = renews
         self._wall_clock = wall_clock
         self._quotas = quotas
-        self.siblings = SiblingNamespaces(TIER_TYPE, ValkeySiblings(servers), clock, FIRST_PAUSE_S)
+        self.siblings = SiblingNamespaces(
+            TIER_TYPE, ValkeySiblings(servers), clock, FIRST_PAUSE_S, where=where
+        )
         self.losses = BackendLosses(TIER_TYPE, clock, ttl_s, renews=renews)
         self._servers = servers
         self._rows = rows

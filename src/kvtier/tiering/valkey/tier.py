@@ -15,7 +15,7 @@ from kvtier.misses import Miss, MissExplainer
 from kvtier.settings import parse_settings
 from kvtier.tiering.base import NO_SETTINGS, TierSettings
 from kvtier.tiering.kit.backend import rows_of
-from kvtier.tiering.kit.place import PlaceTier, ProbedTier, TierFinding
+from kvtier.tiering.kit.place import PlaceTier, ProbedTier, TierFinding, name_place
 from kvtier.tiering.kit.purging import remove_from_place
 from kvtier.tiering.kit.quota_counts import make_quota_counts
 from kvtier.tiering.kit.quota_keeper import QuotaKeeper
@@ -83,7 +83,13 @@ class ValkeyTier(ThreadedTier[ValkeyNamespace], PlaceTier, ProbedTier, MissExpla
             open_place = partial(open_valkey_place, own)
             keeper = QuotaKeeper(TIER_TYPE, counts, open_place, clock, needed=QUOTA_PERMISSIONS)
         store = ValkeyBlockStore(
-            servers, rows, valkey_settings.ttl_s, clock, renews=valkey_settings.renew_ttl, quotas=keeper
+            servers,
+            rows,
+            valkey_settings.ttl_s,
+            clock,
+            renews=valkey_settings.renew_ttl,
+            quotas=keeper,
+            where=name_place(TIER_TYPE, self.place_setting, valkey_settings.list_reach()),
         )
         self._losses, self._siblings = store.losses, store.siblings
         super().__init__(
