@@ -44,13 +44,14 @@ EXCLUDED_ATTRIBUTES: Mapping[str, str] = {
     "_hf_hook": PLACEMENT,
     "_old_forward": PLACEMENT,
     "_is_hf_initialized": MADE,
+    "_weight_conversions": MADE,
     "hf_quantizer": MADE,
     "peft_config": "has an adapter's folder; what is in effect of it stands in the adapter's layers",
     "_hf_peft_config_loaded": "what is in effect of adapters stands in their layers",
+    "_use_kernels": ORDER,
     "_compiled_call_impl": ORDER,
     "_compiled_call": ORDER,
     "_last_compile_config": ORDER,
-    "warnings_issued": "what was said",
 }
 """Attributes of modules that do not change keys and values, with the reason."""
 
