@@ -338,3 +338,32 @@ def test_weights_that_leave_the_memory_are_named_by_nothing_and_reach_no_tier(
     engine.drain(WAIT_S)
     assert engine.stats()["tier.0.fs.stored_blocks"] == stored
     assert "the bytes of spare are not in memory" in caplog.text
+
+
+STATES: dict[str, Change] = {name: CHANGES[name] for name in CHANGES if "adapter" in name} | {
+    "plain attribute": change_attribute,
+    "forward hook": add_hook,
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("revision", [None, "r1"])
+def test_a_new_process_whose_model_is_in_another_state_finds_none_of_the_blocks(
+    name: str,
+    revision: str | None,
+    model: LlamaForCausalLM,
+    prompt: list[int],
+    plain: Plain,
+    assert_same: AssertSame,
+    make_engine: MakeEngine,
+    settings: Settings,
+) -> None:
+    another = copy.deepcopy(model)
+    STATES[name](another)
+    for each, num_times in ((model, 1), (another, 2)):
+        for time in range(num_times):
+            engine = make_engine(each, extra_config=settings, model_revision=revision)
+            result = engine.run(prompt, NUM_NEW_TOKENS, return_logits=True)
+            assert_same(result, plain(each, prompt, NUM_NEW_TOKENS))
+            assert result.sources == ({"fs": NUM_SHARED, "computed": 3} if time else {"computed": len(prompt)})
+            engine.shutdown()
