@@ -64,7 +64,9 @@ def test_the_last_bit_of_any_parameter_or_buffer_counts(model: LlamaForCausalLM)
         found = namer.name()
         assert found.weights not in seen, name
         seen.add(found.weights)
-        assert found.weights == name_of(copy.deepcopy(model)).weights, "what is read anew is what a new engine reads"
+        assert found.weights == name_of(copy.deepcopy(model)).weights, (
+            "what is read anew is what a new engine reads"
+        )
     assert any("rotary" in name for name in tensors), "buffers that no checkpoint keeps are among them"
 
 
@@ -130,7 +132,9 @@ def test_each_attribute_of_each_module_counts_unless_it_is_excluded_with_a_reaso
     usual = namer.name()
     tried = set()
     # One layer stands for all.
-    modules = [(path, each) for path, each in model.named_modules() if ".1." not in path and ".2." not in path]
+    modules = [
+        (path, each) for path, each in model.named_modules() if ".1." not in path and ".2." not in path
+    ]
     for path, module in modules:
         for name in (*own_attributes(module), *(EXCLUDED_ATTRIBUTES.keys() - {"config"} if not path else ())):
             had, value = name in vars(module), vars(module).get(name)
@@ -146,7 +150,13 @@ def test_each_attribute_of_each_module_counts_unless_it_is_excluded_with_a_reaso
 
 
 def test_each_excluded_name_exists_in_a_library() -> None:
-    parts = ("modeling_utils", "configuration_utils", "generation.utils", "integrations.peft", "integrations.accelerate")
+    parts = (
+        "modeling_utils",
+        "configuration_utils",
+        "generation.utils",
+        "integrations.peft",
+        "integrations.accelerate",
+    )
     code = "".join(inspect.getsource(importlib.import_module(f"transformers.{part}")) for part in parts)
     code += inspect.getsource(torch.nn.Module)
     unknown = [name for name in (*EXCLUDED_ATTRIBUTES, *EXCLUDED_SETTINGS) if name not in code]
@@ -155,7 +165,9 @@ def test_each_excluded_name_exists_in_a_library() -> None:
     assert all(reason for reason in (*EXCLUDED_ATTRIBUTES.values(), *EXCLUDED_SETTINGS.values()))
 
 
-def test_name_and_folder_of_weights_that_were_read_do_not_count(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+def test_name_and_folder_of_weights_that_were_read_do_not_count(
+    llama: LlamaForCausalLM, tmp_path: Path
+) -> None:
     digests = {digest_of(llama)}
     for folder in (tmp_path / "one", tmp_path / "deep" / "other"):
         llama.save_pretrained(folder)
@@ -191,12 +203,21 @@ print(name.weights, name.config_digest)
 
 
 def test_another_process_with_another_home_and_hash_seed_gives_the_same_name(
-    tmp_path: Path, tiny: Any  # noqa: ANN401 - the fixture's type is another module's
+    tmp_path: Path,
+    tiny: Any,  # noqa: ANN401 - the fixture's type is another module's
 ) -> None:
     name = name_of(make_odd_model(tiny.llama))
-    environment = os.environ | {"PYTHONHASHSEED": "7", "HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = os.environ | {
+        "PYTHONHASHSEED": "7",
+        "HOME": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     done = subprocess.run(
-        [sys.executable, "-c", IN_ANOTHER_PROCESS], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", IN_ANOTHER_PROCESS],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.split() == [name.weights, name.config_digest]
 

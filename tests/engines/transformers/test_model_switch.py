@@ -41,7 +41,7 @@ def model(llama: LlamaForCausalLM) -> LlamaForCausalLM:
     return model
 
 
-def layer_of(model: PreTrainedModel, name: str) -> Any:  # Any: a module has any attributes
+def layer_of(model: PreTrainedModel, name: str) -> Any:  # noqa: ANN401  # Any: a module has any attributes
     return model.get_submodule(f"model.layers.0.{name}")
 
 
@@ -365,5 +365,7 @@ def test_a_new_process_whose_model_is_in_another_state_finds_none_of_the_blocks(
             engine = make_engine(each, extra_config=settings, model_revision=revision)
             result = engine.run(prompt, NUM_NEW_TOKENS, return_logits=True)
             assert_same(result, plain(each, prompt, NUM_NEW_TOKENS))
-            assert result.sources == ({"fs": NUM_SHARED, "computed": 3} if time else {"computed": len(prompt)})
+            assert result.sources == (
+                {"fs": NUM_SHARED, "computed": 3} if time else {"computed": len(prompt)}
+            )
             engine.shutdown()

@@ -108,7 +108,8 @@ class Counting(torch.nn.Module):
 
 
 def test_what_a_model_s_own_passes_change_is_neither_named_nor_a_change(
-    prompt: list[int], make_engine: Any  # noqa: ANN401 - the fixture's type is another module's
+    prompt: list[int],
+    make_engine: Any,  # noqa: ANN401 - the fixture's type is another module's
 ) -> None:
     model: Any = make_llama()
     model.model.layers[0].mlp = Counting(model.model.layers[0].mlp)

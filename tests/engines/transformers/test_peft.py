@@ -29,7 +29,9 @@ Wrapped = Any  # Any: peft has no annotations
 def wrapped(llama: LlamaForCausalLM) -> Wrapped:
     """A model with two random adapters, of which the first is active."""
     torch.manual_seed(0)
-    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_dropout=0.1)
+    settings = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_dropout=0.1
+    )
     wrapped = peft.get_peft_model(copy.deepcopy(llama), settings, "a")
     wrapped.add_adapter("b", settings)
     return wrapped
@@ -46,7 +48,9 @@ def scale(wrapped: Wrapped) -> None:
 
 def load(wrapped: Wrapped) -> None:
     torch.manual_seed(1)
-    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_dropout=0.1)
+    settings = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_dropout=0.1
+    )
     wrapped.add_adapter("c", settings)
     wrapped.set_adapter("c")
 
@@ -104,5 +108,7 @@ def test_adapters_disabled_for_a_while_change_nothing_afterwards(
 
 
 def test_peft_s_own_model_is_refused_with_what_to_pass(wrapped: Wrapped, make_engine: MakeEngine) -> None:
-    with pytest.raises(ModelError, match=r"PeftModel wraps a transformers model: pass its get_base_model\(\)"):
+    with pytest.raises(
+        ModelError, match=r"PeftModel wraps a transformers model: pass its get_base_model\(\)"
+    ):
         make_engine(wrapped)

@@ -82,7 +82,9 @@ MODULE_INTERNALS = frozenset(vars(torch.nn.Module()))
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 """What may change a module's input and output. Those of the backward pass do not compute keys."""
 
-ROPE_STATE = re.compile(r"(?!(.*_)?original_)((.*_)?(long_)?inv_freq|(.*_)?max_seq_len_cached|attention_scaling)")
+ROPE_STATE = re.compile(
+    r"(?!(.*_)?original_)((.*_)?(long_)?inv_freq|(.*_)?max_seq_len_cached|attention_scaling)"
+)
 """What a rotary module of transformers 5.24 (November 2026) changes itself, in each pass, where its frequencies depend
 on the length. The configuration and the original frequencies say the same, and each range of lengths has its names."""
 
@@ -199,9 +201,7 @@ def rotates_by_length(module: torch.nn.Module) -> bool:
     """Return whether a module is a rope whose frequencies depend on the length of the sequence."""
     rope_type = getattr(module, "rope_type", None)
     kinds = rope_type.values() if isinstance(rope_type, dict) else (rope_type,)
-    return any(
-        isinstance(kind, str) and (kind in SWITCHING_TYPES or GROWING_TYPE in kind) for kind in kinds
-    )
+    return any(isinstance(kind, str) and (kind in SWITCHING_TYPES or GROWING_TYPE in kind) for kind in kinds)
 
 
 def tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor | None]]:
@@ -248,9 +248,9 @@ class _Reader:
             self.name, self._num_inner = name, 0
             self.found.facts[name] = self.canonical(value)
 
-    def canonical(self, value: object, depth: int = 0) -> Words:  # noqa: PLR0911 - one line for each kind of value
+    def canonical(self, value: object, depth: int = 0) -> Words:
         """Return a value in words that any process would use."""
-        if value is None or isinstance(value, bool | int | float | str) and not isinstance(value, Enum):
+        if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, Enum)):
             return value
         if depth > MAX_DEPTH:
             return self._nameless(value)
@@ -264,19 +264,11 @@ class _Reader:
         finally:
             self._open.discard(id(value))
 
-    def _read_object(self, value: Any, depth: int) -> Words:  # noqa: ANN401, PLR0911  # Any: an attribute of any model
+    def _read_object(self, value: Any, depth: int) -> Words:  # noqa: ANN401  # Any: an attribute of any model
         read = functools.partial(self.canonical, depth=depth)
         match value:
-            case torch.Tensor():
-                self._num_inner += 1
-                self.found.tensors[f"{self.name}#{self._num_inner}"] = value
-                return {"tensor": f"{value.dtype} {tuple(value.shape)}"}
-            case torch.device():
-                return {"device": PLACEMENT}
-            case torch.dtype() | torch.layout() | torch.memory_format() | complex():
-                return {"value": str(value)}
-            case bytes():
-                return {"bytes": hashlib.sha256(value).hexdigest()}
+            case torch.Tensor() | torch.device() | torch.dtype() | torch.layout() | torch.memory_format():
+                return self._read_of_torch(value)
             case GenerationConfig():
                 return {"excluded": CHOSEN}
             case PreTrainedConfig():
@@ -286,22 +278,30 @@ class _Reader:
             case Enum():
                 return [read(type(value)), value.name]
             case Mapping():
-                pairs = [[read(key), read(item)] for key, item in value.items()]
                 # Of an ordered one too: a name means the same wherever it stands.
-                return {"mapping": sorted(pairs, key=str)}
+                return {"mapping": sorted(([read(key), read(item)] for key, item in value.items()), key=str)}
             case set() | frozenset():
                 return {"set": sorted((read(item) for item in value), key=str)}
             case list() | tuple():
                 return [read(item) for item in value]
-            case functools.partial():
-                return {"partial": [read(value.func), read(value.args), read(value.keywords)]}
-        if inspect.ismethod(value):
-            return {"method": [read(value.__func__), read(value.__self__)]}
-        if inspect.isfunction(value) or inspect.isbuiltin(value) or isinstance(value, type):
+            case bytes():
+                return {"bytes": hashlib.sha256(value).hexdigest()}
+        if inspect.isroutine(value) or isinstance(value, type | functools.partial):
             return self._read_code(value, read)
         return self._read_state(value, read)
 
+    def _read_of_torch(self, value: object) -> Words:
+        if isinstance(value, torch.Tensor):
+            self._num_inner += 1
+            self.found.tensors[f"{self.name}#{self._num_inner}"] = value
+            return {"tensor": f"{value.dtype} {tuple(value.shape)}"}
+        return {"device": PLACEMENT} if isinstance(value, torch.device) else {"value": str(value)}
+
     def _read_code(self, value: Any, read: Callable[[object], Words]) -> Words:  # noqa: ANN401  # Any: function or class
+        if isinstance(value, functools.partial):
+            return {"partial": [read(value.func), read(value.args), read(value.keywords)]}
+        if inspect.ismethod(value):
+            return {"method": [read(value.__func__), read(value.__self__)]}
         module = getattr(value, "__module__", None) or ""
         words: list[Words] = [f"{module}.{getattr(value, '__qualname__', '')}"]
         if inspect.isfunction(value):
@@ -348,7 +348,11 @@ class _Reader:
         """Note a module whose code is not that of an installed release; return whether it is such a one."""
         top = module.partition(".")[0]
         path = getattr(sys.modules.get(module), "__file__", None)
-        if top in sys.stdlib_module_names and top != "__main__" or top == "torch" or (path and _is_installed(path)):
+        if (
+            (top in sys.stdlib_module_names and top != "__main__")
+            or top == "torch"
+            or (path and _is_installed(path))
+        ):
             return False
         if path is None:
             self.found.typed_code.add(self.name)

@@ -13,6 +13,7 @@ Source: ``torch.Tensor._version`` counts the writes in place.
 import weakref
 from collections.abc import Iterator
 from operator import itemgetter
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -88,12 +89,7 @@ class ModuleLook:
         if module is None or type(module) is not self._kind:
             return True
         attributes = vars(module)
-        children = attributes["_modules"]
-        if len(attributes) != self._num_attributes or len(children) != len(self._children):
-            return True
-        if children and [*map(id, children.values())] != self._children:
-            return True
-        if len(attributes["_parameters"]) + len(attributes["_buffers"]) != self._num_tensors:
+        if self._has_other_parts(attributes):
             return True
         try:
             if self._read(attributes) != self._values:
@@ -105,6 +101,15 @@ class ModuleLook:
             if (tensor is not None) if look is None else not look.is_same(tensor):
                 return True
         return bool(self._inner) and not all(look.is_unchanged() for look in self._inner)
+
+    def _has_other_parts(self, attributes: dict[str, Any]) -> bool:  # Any: attributes of any module
+        children = attributes["_modules"]
+        return (
+            len(attributes) != self._num_attributes
+            or len(children) != len(self._children)
+            or (bool(children) and [*map(id, children.values())] != self._children)
+            or len(attributes["_parameters"]) + len(attributes["_buffers"]) != self._num_tensors
+        )
 
     def changed_names(self) -> Iterator[str]:
         """Yield the names of attributes and tensors that are not as they were remembered."""
