@@ -30,12 +30,14 @@ from kvtier.namespace import make_namespace
 Value = Any  # Any: a setting or an attribute of any kind
 
 
-def name_of(model: PreTrainedModel, **settings: str) -> ModelIdentity:
-    return ModelNamer(ModelAdapter(model), EngineConfig(8, **settings)).name()
+def name_of(model: PreTrainedModel, model_revision: str | None = None) -> ModelIdentity:
+    return ModelNamer(ModelAdapter(model), EngineConfig(8, model_revision=model_revision)).name()
 
 
-def digest_of(model: PreTrainedModel, **settings: str) -> bytes:
-    config = EngineConfig(8, **settings)
+def digest_of(
+    model: PreTrainedModel, model_name: str | None = None, model_revision: str | None = None
+) -> bytes:
+    config = EngineConfig(8, model_name=model_name, model_revision=model_revision)
     return make_namespace(make_offloading_config(ModelAdapter(model), config, {}), 4096).digest
 
 
@@ -181,7 +183,7 @@ def test_name_and_revision_of_weights_that_were_not_read_count(llama: LlamaForCa
     named = [("one", "r1"), ("one", "r2"), ("two", "r1")]
     digests = {digest_of(llama, model_name=name, model_revision=revision) for name, revision in named}
     assert len(digests | {digest_of(llama)}) == 4
-    assert name_of(llama, model_revision="r1").weights == ""
+    assert name_of(llama, "r1").weights == ""
 
 
 def make_odd_model(make: Callable[..., LlamaForCausalLM]) -> LlamaForCausalLM:

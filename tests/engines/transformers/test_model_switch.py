@@ -107,6 +107,11 @@ def merge_active(model: PreTrainedModel) -> None:
     adapters.merge_adapter(model, "b")
 
 
+def add_active(model: PreTrainedModel, name: str) -> None:
+    adapters.add_adapter(model, name, 3)
+    adapters.set_adapter(model, name)
+
+
 CHANGES: dict[str, Change] = {
     "weights in place": scale_in_place,
     "optimizer": step_optimizer,
@@ -122,7 +127,7 @@ CHANGES: dict[str, Change] = {
     "another adapter": lambda model: adapters.set_adapter(model, "b"),
     "adapters disabled": adapters.disable_adapters,
     "adapter's scale": lambda model: adapters.set_scale(model, "a", 0.5),
-    "adapter added": lambda model: (adapters.add_adapter(model, "c", 3), adapters.set_adapter(model, "c")),
+    "adapter added": lambda model: add_active(model, "c"),
     "adapter merged": merge_active,
 }
 
@@ -157,18 +162,18 @@ def test_a_changed_model_answers_as_generate_and_leaves_the_blocks_of_before_alo
     assert another.sources == {"fs": NUM_SHARED, "computed": 3}
 
 
+@torch.no_grad()
+def scale_by(model: PreTrainedModel, power_of_two: float) -> None:
+    """Multiply without rounding."""
+    layer_of(model, "mlp.down_proj").weight.mul_(power_of_two)
+
+
 BACK: dict[str, tuple[Change, Change]] = {
     "adapter": (lambda m: adapters.set_adapter(m, "b"), lambda m: adapters.set_adapter(m, "a")),
     "disabled": (adapters.disable_adapters, lambda m: adapters.disable_adapters(m, is_disabled=False)),
     "scale": (lambda m: adapters.set_scale(m, "a", 1.0), lambda m: adapters.set_scale(m, "a", 2.0)),
     "weights": (lambda m: scale_by(m, 2.0), lambda m: scale_by(m, 0.5)),
 }
-
-
-@torch.no_grad()
-def scale_by(model: PreTrainedModel, power_of_two: float) -> None:
-    """Multiply without rounding."""
-    layer_of(model, "mlp.down_proj").weight.mul_(power_of_two)
 
 
 @pytest.mark.parametrize("name", BACK)

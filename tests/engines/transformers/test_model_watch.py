@@ -101,7 +101,7 @@ class Counting(torch.nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute what the inner module does."""
         self.num_passes += 1
-        self.seen += hidden.shape[1]
+        self.get_buffer("seen").add_(hidden.shape[1])
         result: torch.Tensor = self.inner(hidden)
         self.latest = result
         return result
@@ -116,6 +116,40 @@ def test_what_a_model_s_own_passes_change_is_neither_named_nor_a_change(
     engine = make_engine(model, extra_config={"cpu_bytes_to_use": "2MiB"})
     engine.run(prompt, 1)
     assert engine.run(prompt, 1).sources == {"device": 72, "computed": 3}
+
+
+class Growing(torch.nn.Module):
+    """Keeps a table as long as the longest sequence, as rotary modules of some checkpoints do."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.num_cached = 16
+        self.table = torch.zeros(16)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Compute what the inner module does."""
+        if hidden.shape[1] > self.num_cached:
+            self.num_cached = 2 * hidden.shape[1]
+            self.table = torch.zeros(self.num_cached)
+            self.register_buffer("mask", self.table + 1, persistent=False)
+        result: torch.Tensor = self.inner(hidden)
+        return result
+
+
+def test_a_table_that_grows_with_the_longest_prompt_is_no_change_and_a_weight_then_is_one(
+    prompt: list[int],
+    make_engine: Any,  # noqa: ANN401 - the fixture's type is another module's
+) -> None:
+    model: Any = make_llama()
+    model.model.layers[0].mlp = Growing(model.model.layers[0].mlp)
+    engine = make_engine(model, extra_config={"cpu_bytes_to_use": "2MiB"}, prefill_chunk_tokens=512)
+    engine.run(prompt[:20], 1)
+    engine.run(prompt, 1)
+    assert engine.run(prompt, 1).sources == {"device": 72, "computed": 3}
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    assert engine.run(prompt, 1).sources == {"computed": 75}
 
 
 def assert_as_made(model_type: str) -> None:

@@ -13,10 +13,12 @@ import contextlib
 import functools
 import hashlib
 import inspect
+import logging
 import re
 import sys
 import sysconfig
 import uuid
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -26,6 +28,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from kvtier.engines.transformers.rope import GROWING_TYPE, SWITCHING_TYPES
 
@@ -379,12 +382,8 @@ def _is_installed(path: str) -> bool:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Say nothing of the model that is made to compare with: what its making warns of has been said of the model."""
-    import warnings
-
-    from transformers.utils import logging as transformers_logging
-
     usual = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
+    transformers_logging.set_verbosity(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

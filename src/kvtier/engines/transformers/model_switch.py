@@ -69,6 +69,18 @@ class ModelSwitch:
             self._switch(self._driver, self._name())
         self._look = look
 
+    def learn(self) -> None:
+        """Take what has changed since the last look for the model's own doing; called where only its passes ran.
+
+        Some models keep a table that grows with the longest sequence. Parameters are never taken for that.
+        """
+        if not self._look.has_changed():
+            return
+        names = self._look.changed_names()
+        if names.isdisjoint(name for name, _ in self._namer.model.named_parameters()):
+            self._namer.unread |= names
+            self._look = ModelLook(self._namer.model, self._namer.unread)
+
     def reset(self) -> None:
         """Forget every block, on the device and in every tier; a later return to this model does not find them."""
         self._forget_device_blocks()

@@ -112,7 +112,7 @@ class ModuleLook:
         )
 
     def changed_names(self) -> Iterator[str]:
-        """Yield the names of attributes and tensors that are not as they were remembered."""
+        """Yield the names of attributes and tensors that are not as they were remembered, new ones too."""
         module = self._module()
         if module is None:
             return
@@ -121,8 +121,9 @@ class ModuleLook:
             if name not in attributes or _differs(attributes[name], before):
                 yield f"{self._path}:{name}"
         yield from (f"{self._path}:{name}" for name in own_attributes(module) if name not in self._names)
-        for kind, name, look in self._tensors:
-            tensor = attributes[kind].get(name)
+        looks = {(kind, name): look for kind, name, look in self._tensors}
+        for kind, name, tensor in tensors_of(module):
+            look = looks.get((kind, name))
             if (tensor is not None) if look is None else not look.is_same(tensor):
                 yield _tensor_name(self._path, name)
 

@@ -75,6 +75,7 @@ class RequestServer:
         self._tenants = make_tenants(parse_settings(config.extra_config or {}))
         self._request_numbers = itertools.count()
         self._active: Request | None = None
+        self._longest_tokens = 0
         self._is_closed = False
         self._pid = os.getpid()
 
@@ -181,6 +182,9 @@ class RequestServer:
             self._scheduler.gather_prefix(request, self._working)
             token_id = self._compute_next(request, sampler)
             request.first_token_s = self._clock()
+            if request.num_tokens > self._longest_tokens:
+                self._longest_tokens = request.num_tokens
+                self._model_switch.learn()
             while not params.is_last(token_id, len(request.output_ids)):
                 yield token_id
                 token_id = self._compute_next(request, sampler)
