@@ -224,7 +224,6 @@ def _settings() -> list[Change]:
 
     two_blocks = {"block_size": 2 * BLOCK_TOKENS}
     return [
-        Change("settings", "model name", pair({}, {"model_name": "another"})),
         Change("settings", "revision that is named", pair({"model_revision": "a"}, {"model_revision": "b"})),
         Change("settings", "device block of 32 tokens", pair({}, {"block_size_tokens": 32})),
         Change("settings", "offloaded block of 32 tokens", pair({}, two_blocks, engine=False)),
@@ -292,6 +291,12 @@ def _nothing() -> list[Change]:
             "nothing",
             "where the model was loaded from",
             lambda: (Side(make_llama()), Side(make_llama(_name_or_path="/elsewhere"))),
+            all_blocks,
+        ),
+        Change(
+            "nothing",
+            "the model's name",
+            lambda: (Side(make_llama()), Side(make_llama(), engine={"model_name": "another"})),
             all_blocks,
         ),
     ]

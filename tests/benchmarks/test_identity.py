@@ -29,6 +29,7 @@ def test_there_are_at_least_forty_changes_and_each_has_a_name_of_its_own() -> No
         "after a reset",
         "a token of the third block",
         "a new process with the same settings",
+        "the model's name",
     ],
 )
 def test_an_engine_finds_what_it_has_in_common_with_the_other_one_and_nothing_else(name: str) -> None:

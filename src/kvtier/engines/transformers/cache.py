@@ -41,7 +41,7 @@ class PrefixStore(Protocol):
 
     @property
     def epoch(self) -> int:
-        """The number of resets; keys and values of an older epoch must not be stored."""
+        """The number of resets and of changes of the model that were noticed."""
 
     def read_prompt(self, token_ids: TokenIds) -> list[int]:
         """Return a prompt as a list, or raise ConfigError."""
@@ -60,8 +60,9 @@ class PrefixStore(Protocol):
         sequence: SequenceCache,
         length_range: LengthRange,
         tenant: str | None,
-    ) -> None:
-        """Store the full blocks of ``sequence``."""
+        epoch: int,
+    ) -> bool:
+        """Store the full blocks of ``sequence``, unless that epoch is over; return whether they are stored."""
 
 
 class KVTierCache(SequenceCache):
@@ -87,9 +88,9 @@ class KVTierCache(SequenceCache):
         self._prompt = store.read_prompt(input_ids)
         self._range = store.range_of(len(self._prompt))
         self._is_committed = False
-        self._epoch = store.epoch
         super().__init__(store.shape, len(self._prompt) + HEADROOM_TOKENS)
         found = store.load_prefix(self._prompt, self, tenant)
+        self._epoch = store.epoch
         self._num_stored_tokens = self.num_tokens
         num_computed = len(self._prompt) - sum(found.values())
         self.sources: Mapping[str, int] = dict(found) | {COMPUTED: num_computed}
@@ -125,7 +126,8 @@ class KVTierCache(SequenceCache):
                 its output object. Without it only the prompt is stored, because a cache does not receive token ids.
 
         Returns:
-            How many tokens were stored, counted from the first; 0 when the engine was reset meanwhile.
+            How many tokens were stored, counted from the first; 0 when the engine was reset, or the model changed,
+            meanwhile.
 
         Raises:
             ConfigError: ``output_ids`` does not begin with the prompt.
@@ -143,11 +145,11 @@ class KVTierCache(SequenceCache):
             return self._num_stored_tokens if self._epoch == self._store.epoch else 0
         # The model has not computed the last token of the output.
         num_known = len(token_ids) - (output_ids is not None)
-        num_held = self._range.cut(min(num_known, self.num_tokens))
-        num_tokens = num_held if self._epoch == self._store.epoch else 0
-        if num_tokens:
-            self._store.store_sequence(token_ids[:num_tokens], self, self._range, self._tenant)
-        return num_tokens
+        num_tokens = self._range.cut(min(num_known, self.num_tokens))
+        is_stored = num_tokens > 0 and self._store.store_sequence(
+            token_ids[:num_tokens], self, self._range, self._tenant, self._epoch
+        )
+        return num_tokens if is_stored else 0
 
     def __enter__(self) -> Self:
         return self

@@ -29,8 +29,9 @@ class EngineConfig:
             offloading off, so that only the device's prefix cache remains.
         salt: mixed into every block hash; engines with different salts share nothing.
         prefill_chunk_tokens: prompt tokens computed in one step.
-        model_name: name of the model in the namespace; None takes the one of the model's configuration.
-        model_revision: name of the weights; None takes a SHA-256 over the bytes of every weight.
+        model_name: name of the model in the namespace's document; None takes the one of the model's configuration. It
+            decides what may be exchanged only with ``model_revision``.
+        model_revision: name of the weights, which are not read then; None takes a SHA-256 over every weight.
         enable_events: whether the managers record stored and removed blocks.
 
     Raises:

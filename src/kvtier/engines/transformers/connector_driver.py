@@ -7,9 +7,12 @@ stores are not done, because their bytes do not exist.
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from kvtier.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, TransferJobId
+from kvtier.config import ModelIdentity
 from kvtier.connector.common import OffloadingConnectorMetadata, OffloadingWorkerMetadata
+from kvtier.connector.protocols import ModelSwitchingManager
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.engines.common.step import StepOutput, WorkerOutput
@@ -211,6 +214,19 @@ class ConnectorDriver:
         """Forget every block in every tier; the caller resets the device pool."""
         with DeferredInterrupt():
             self._scheduler.reset()
+            self.step(StepOutput())
+
+    def switch_model(self, model: ModelIdentity | None) -> None:
+        """Forget every block and go on with those of other weights; the caller resets the device pool.
+
+        Args:
+            model: the weights; what is stored of them is found. None for weights that nothing names: their blocks are
+                kept in host memory alone.
+        """
+        manager = self.manager
+        switch = partial(manager.switch_model, model) if isinstance(manager, ModelSwitchingManager) else None
+        with DeferredInterrupt():
+            self._scheduler.reset(switch)
             self.step(StepOutput())
 
     def stats(self) -> dict[str, float]:

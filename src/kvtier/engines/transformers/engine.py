@@ -22,10 +22,12 @@ from kvtier.engines.transformers.block_sizes import choose_block_sizes, describe
 from kvtier.engines.transformers.cache import KVTierCache
 from kvtier.engines.transformers.config import EngineConfig
 from kvtier.engines.transformers.connector_driver import ConnectorDriver
-from kvtier.engines.transformers.identity import make_offloading_config
+from kvtier.engines.transformers.identity import ModelNamer, make_offloading_config
 from kvtier.engines.transformers.interrupt import DeferredInterrupt
 from kvtier.engines.transformers.model_adapter import ModelAdapter
 from kvtier.engines.transformers.model_checks import Continuation, require_shareable_prefixes
+from kvtier.engines.transformers.model_switch import ModelSwitch
+from kvtier.engines.transformers.model_watch import ModelLook
 from kvtier.engines.transformers.paged_cache import PagedKVCache
 from kvtier.engines.transformers.request import make_prompt_hasher
 from kvtier.engines.transformers.result import GenerationResult, TokenStream
@@ -75,7 +77,9 @@ class KVTierEngine:
     ) -> None:
         self.config = config
         adapter = ModelAdapter(model)
+        before = ModelLook(model)
         continuation = require_shareable_prefixes(adapter)
+        namer = ModelNamer(adapter, config, unread=before.changed_names())
         self._pool = DeviceBlockPool(config.num_device_blocks)
         sizes = choose_block_sizes(config, adapter.shape)
         if waste := describe_waste(adapter.shape, sizes):
@@ -84,8 +88,10 @@ class KVTierEngine:
         self._is_shut_down = False
         self._can_generate_with_cache = adapter.can_generate_with_cache
         self._driver: ConnectorDriver | None = None
+        look, identity = ModelLook(model, namer.unread), None
         if config.extra_config is not None:
-            worker = make_offloading_config(adapter, config, config.extra_config)
+            identity = namer.name()
+            worker = make_offloading_config(adapter, config, config.extra_config, identity)
             specs = make_spec(replace(worker, rank=None)), make_spec(worker)
             is_by_layer = worker.settings.layerwise_load
             caches = self._pages.canonical_by_layer if is_by_layer else self._pages.canonical
@@ -93,6 +99,7 @@ class KVTierEngine:
                 config.salt, sizes.block_size_tokens, lambda num: adapter.rope.range_of(num).name
             )
             self._driver = ConnectorDriver(*specs, caches, clock, pause, hash_prompt)
+        self._model_switch = ModelSwitch(look, namer, identity, self._pool, self._driver)
         try:
             self._scheduler = RequestScheduler(self._pool, self._pages, self._driver)
             self._server = RequestServer(
@@ -101,6 +108,7 @@ class KVTierEngine:
                 sizes,
                 self._pool,
                 self._scheduler,
+                self._model_switch,
                 clock,
                 goes_on_by_token=continuation is Continuation.ONE_BY_ONE,
             )
@@ -204,10 +212,7 @@ class KVTierEngine:
     def reset(self) -> None:
         """Forget every block, on the device and in every tier; shared tiers keep blocks for other engines."""
         self._server.require_idle()
-        self._server.epoch += 1
-        self._pool.drop_cached()
-        if self._driver is not None:
-            self._driver.reset()
+        self._model_switch.reset()
 
     def stats(self) -> dict[str, float]:
         """Return counters and gauges by dotted name; those of the device pool begin with ``device``.

@@ -1,32 +1,42 @@
 """Identity of a model's weights and configuration, for the namespace of its blocks.
 
-The fingerprint is a SHA-256 over name, dtype, shape and every byte of every parameter and buffer in memory, including
-buffers that no checkpoint has (the frequencies of rotary embeddings), and of code that came with the model. It costs
-about a second for each gigabyte at start; ``model_revision`` replaces it when the revision is known.
+The weights are named by a SHA-256 over name, dtype, shape and every byte of every tensor in memory: parameters,
+buffers, those that no checkpoint has (the frequencies of rotary embeddings), and tensors that are plain attributes. The
+first reading costs about a second for each gigabyte; after a change only the tensors that changed are read.
+``model_revision`` replaces it when the revision is known. Configuration, adapters and code are part in either case.
 """
 
 import hashlib
 import json
+import logging
 import os
-import sys
 import uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from kvtier.config import GroupKind, KVGroup, ModelIdentity, OffloadingConfig, StatePart
 from kvtier.cpu.auto_size import PROCESS_BYTES
 from kvtier.engines.transformers.block_sizes import BlockSizes, choose_block_sizes, page_bytes
 from kvtier.engines.transformers.config import EngineConfig
 from kvtier.engines.transformers.model_adapter import KVShape, ModelAdapter
+from kvtier.engines.transformers.model_facts import (
+    ModelFacts,
+    Words,
+    find_departures,
+    read_facts,
+    read_settings,
+    read_usual_facts,
+)
+from kvtier.engines.transformers.model_watch import TensorLook
 from kvtier.engines.transformers.paged_cache import KV_LAYOUT, KV_LAYOUT_BY_LAYER, STATE_LAYOUT
 from kvtier.engines.transformers.request import HASH_ALGORITHM
 from kvtier.errors import ConfigError, ModelError
+
+logger = logging.getLogger(__name__)
 
 FINGERPRINT_THREADS = 4
 """Tensors hashed at once; hashing releases the interpreter's lock. More than the cores are no faster."""
@@ -34,11 +44,14 @@ FINGERPRINT_THREADS = 4
 FINGERPRINT_PREFIX = "sha256-of-all-weights:"
 """Marks a fingerprint, so that it never equals a revision that a user has named."""
 
-OWN_CODE = "transformers_modules"
-"""The package in which transformers puts code that came with a model."""
+ANNOUNCED = "merged_adapters"
+"""The attribute of an adapter's layer that changes when the adapter is added to the weights below it. peft writes them
+through ``.data``, which torch does not count, so whatever was read of tensors before is read again."""
 
-UNRELATED_SETTINGS = ("transformers_version", "_name_or_path", "name_or_path", "_commit_hash")
-"""Settings of a model's configuration that do not change what it computes."""
+MAX_SHOWN_VALUES = 4
+"""Values of an attribute that a namespace's document shows; the digest is of all of them."""
+
+MAX_SHOWN_CHARS = 200
 
 ENGINE_KIND = "transformers"
 """Name of this engine in namespaces; another engine has another layout of bytes."""
@@ -48,25 +61,24 @@ def make_offloading_config(
     adapter: ModelAdapter,
     config: EngineConfig,
     extra_config: Mapping[str, Any],  # Any: kvtier.config gives the values types
+    model: ModelIdentity | None = None,
 ) -> OffloadingConfig:
     """Describe the engine and its model.
+
+    Args:
+        adapter: the model.
+        config: the engine's settings.
+        extra_config: kvtier's settings.
+        model: the identity of the model; None reads it.
 
     Raises:
         ConfigError: a setting of ``extra_config`` has a value that cannot work.
         UnknownNameError: an unknown setting.
     """
     sizes = choose_block_sizes(config, adapter.shape)
-    settings_json = describe_model_config(adapter.model)
-    identity = ModelIdentity(
-        name=config.model_name or adapter.name,
-        revision=config.model_revision or fingerprint_weights(adapter.model),
-        dtype=str(adapter.model.dtype),
-        config_digest=hashlib.sha256(settings_json.encode()).hexdigest(),
-        config_json=settings_json,
-    )
     described = OffloadingConfig(
         engine_id=make_engine_id(),
-        model=identity,
+        model=model or ModelNamer(adapter, config).name(),
         groups=make_groups(adapter.shape, sizes),
         hash_block_size=sizes.block_size_tokens,
         hash_algorithm=HASH_ALGORITHM,
@@ -122,47 +134,135 @@ def make_engine_id() -> str:
     return f"{ENGINE_KIND}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
-def fingerprint_weights(model: PreTrainedModel) -> str:
-    """Return a digest that differs when any weight differs; reads every byte of the model once.
+class ModelNamer:
+    """Names a model, again whenever it has changed. Used from one thread.
 
-    Raises:
-        ModelError: the bytes of a tensor are not in memory.
+    Args:
+        adapter: the model.
+        config: the engine's settings, which may name its weights.
+        unread: names of facts and tensors that the model's own passes change.
+
+    Attributes:
+        model: the model.
+        unread: as given.
     """
-    # Non-persistent buffers are not in state_dict(), but keys are rotated with them.
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    names_and_tensors = sorted((buffers | dict(model.state_dict())).items())
-    for name, tensor in names_and_tensors:
-        if tensor.is_meta:
-            raise ModelError(
-                f"the bytes of {name} are not in memory, so the model has no fingerprint: "
-                "load the whole model, or give model_revision"
-            )
-    whole = hashlib.sha256(_digest_own_code(model))
-    with ThreadPoolExecutor(FINGERPRINT_THREADS, "kvtier-fingerprint") as threads:
-        digests = threads.map(_digest_tensor, (tensor for _, tensor in names_and_tensors))
-        for (name, _), digest in zip(names_and_tensors, digests, strict=True):
+
+    def __init__(
+        self, adapter: ModelAdapter, config: EngineConfig, unread: frozenset[str] = frozenset()
+    ) -> None:
+        self.model = adapter.model
+        self.unread = unread
+        self._name = config.model_name or adapter.name
+        self._revision = config.model_revision
+        self._usual: tuple[str, Mapping[str, Words]] | None = None
+        self._digests: dict[str, tuple[TensorLook, bytes]] = {}
+        self._as_started: dict[str, TensorLook] = {}
+        self._announced: Words = None
+        self._is_named = False
+        self._said: set[str] = set()
+
+    def name(self) -> ModelIdentity:
+        """Return the identity of the model as it is now; reads every tensor that it has not read before.
+
+        Raises:
+            ModelError: the bytes of a tensor are not in memory.
+        """
+        settings, nameless = read_settings(self.model)
+        found = read_facts(self.model, self.unread)
+        departures = find_departures(found.facts, self._usual_facts(settings))
+        self._say_nameless(nameless | (found.nameless & departures.keys()) | found.typed_code)
+        self._follow(found)
+        tensors = {
+            name: tensor
+            for name, tensor in found.tensors.items()
+            if name not in self._as_started or not self._as_started[name].is_same(tensor)
+        }
+        words: dict[str, Words] = {**settings, "departures": summarize(departures)}
+        if own_code := found.digest_own_code():
+            words["own_code"] = own_code
+        weights = ""
+        if self._revision is None:
+            weights = FINGERPRINT_PREFIX + self._digest(tensors)
+        elif tensors:
+            # What the revision names is not read; what has come since has only its bytes.
+            words["changed_tensors"] = self._digest(tensors)
+        described = json.dumps(words, sort_keys=True)
+        return ModelIdentity(
+            name=self._name,
+            revision=self._revision or "",
+            dtype=str(self.model.dtype),
+            config_digest=hashlib.sha256(described.encode()).hexdigest(),
+            config_json=described,
+            weights=weights,
+        )
+
+    def _usual_facts(self, settings: Mapping[str, Words]) -> Mapping[str, Words]:
+        made_with = json.dumps(settings, sort_keys=True)
+        if self._usual is None or self._usual[0] != made_with:
+            self._usual = made_with, read_usual_facts(self.model, self.unread)
+        return self._usual[1]
+
+    def _follow(self, found: ModelFacts) -> None:
+        """Forget what is known of tensors that may have been written unseen; at first, note those that are named."""
+        announced: Words = {
+            name: value for name, value in found.facts.items() if name.endswith(f":{ANNOUNCED}") and value
+        }
+        if not self._is_named:
+            self._is_named = True
+            if self._revision is not None:
+                self._as_started = {name: TensorLook(tensor) for name, tensor in found.tensors.items()}
+        elif announced != self._announced:
+            self._as_started.clear()
+            self._digests.clear()
+        self._announced = announced
+
+    def _digest(self, tensors: Mapping[str, torch.Tensor]) -> str:
+        known = {
+            name: self._digests[name]
+            for name, tensor in tensors.items()
+            if name in self._digests and self._digests[name][0].is_same(tensor)
+        }
+        new = {name: tensor for name, tensor in sorted(tensors.items()) if name not in known}
+        for name, tensor in new.items():
+            if tensor.is_meta:
+                raise ModelError(
+                    f"the bytes of {name} are not in memory, so the model has no fingerprint: "
+                    "load the whole model, or give model_revision"
+                )
+        # Before the bytes are read: a change meanwhile is seen.
+        looks = {name: TensorLook(tensor) for name, tensor in new.items()}
+        with ThreadPoolExecutor(FINGERPRINT_THREADS, "kvtier-fingerprint") as threads:
+            digests = dict(zip(new, threads.map(_digest_tensor, new.values()), strict=True))
+        self._digests = known | {name: (looks[name], digest) for name, digest in digests.items()}
+        whole = hashlib.sha256()
+        for name, (_, digest) in sorted(self._digests.items()):
             whole.update(name.encode() + b"\0" + digest)
-    return FINGERPRINT_PREFIX + whole.hexdigest()
+        return whole.hexdigest()
+
+    def _say_nameless(self, names: set[str]) -> None:
+        if names - self._said:
+            logger.warning(
+                "%s has parts that no other process can compare (%s): its blocks are found by no other process. Define "
+                "their classes and functions in a file, or take them out",
+                self._name,
+                ", ".join(sorted(names)[:MAX_SHOWN_VALUES]),
+            )
+            self._said |= names
 
 
-def describe_model_config(model: PreTrainedModel) -> str:
-    """Return the model's effective configuration as canonical JSON. Pure."""
-    settings = {key: value for key, value in model.config.to_dict().items() if key not in UNRELATED_SETTINGS}
-    # Each way to compute attention rounds in its own way, and the values of the next layer follow.
-    settings["attn_implementation"] = getattr(model.config, "_attn_implementation", None)
-    return json.dumps(settings, sort_keys=True, default=str)
-
-
-def _digest_own_code(model: PreTrainedModel) -> bytes:
-    """Return a digest of the code files that transformers took from the model's repository; usually there are none."""
-    folders = {module.__module__.rpartition(".")[0] for module in model.modules()}
-    own = sorted(folder for folder in folders if folder.partition(".")[0] == OWN_CODE)
-    digest = hashlib.sha256()
-    for name, module in sorted(sys.modules.items()):
-        path = getattr(module, "__file__", None)
-        if path and name.rpartition(".")[0] in own:
-            digest.update(hashlib.sha256(Path(path).read_bytes()).digest())
-    return digest.digest()
+def summarize(departures: Mapping[str, Words]) -> dict[str, Words]:
+    """Return a digest of what a model has that its class does not set, and some of its values for people. Pure."""
+    if not departures:
+        return {}
+    text = json.dumps(departures, sort_keys=True)
+    values: dict[str, set[str]] = {}
+    for name, value in departures.items():
+        attribute = name.rpartition(":")[2] or "class"
+        values.setdefault(attribute, set()).add(json.dumps(value, sort_keys=True)[:MAX_SHOWN_CHARS])
+    shown: dict[str, Words] = {
+        attribute: list[Words](sorted(found)[:MAX_SHOWN_VALUES]) for attribute, found in values.items()
+    }
+    return {"digest": hashlib.sha256(text.encode()).hexdigest(), "values": shown}
 
 
 def _digest_tensor(tensor: torch.Tensor) -> bytes:

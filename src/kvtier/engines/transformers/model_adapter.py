@@ -256,6 +256,11 @@ class ModelAdapter:
 
 def _require_causal(model: object) -> None:
     if not isinstance(model, PreTrainedModel):
+        if hasattr(model, "get_base_model"):
+            raise ModelError(
+                f"{type(model).__name__} wraps a transformers model: pass its get_base_model(), whose layers have the "
+                "adapters; prompts that an adapter learned (prefix or prompt tuning) are not served"
+            )
         raise ModelError(f"{type(model).__name__} is not a transformers model: pass a causal language model")
     if model.config.is_encoder_decoder:
         raise ModelError(f"{type(model).__name__} has an encoder: only decoder-only models are served")

@@ -20,6 +20,7 @@ from kvtier.engines.common.block_pool import DeviceBlockPool
 from kvtier.engines.transformers.block_sizes import BlockSizes
 from kvtier.engines.transformers.config import EngineConfig
 from kvtier.engines.transformers.model_adapter import KVShape, ModelAdapter
+from kvtier.engines.transformers.model_switch import ModelSwitch
 from kvtier.engines.transformers.request import Request, make_range_root, make_root_digest
 from kvtier.engines.transformers.rope import LengthRange
 from kvtier.engines.transformers.sampling import Sampler, SamplingParams
@@ -43,6 +44,7 @@ class RequestServer:
         sizes: of its blocks.
         pool: the device blocks.
         scheduler: runs the steps of requests.
+        model_switch: notices that the model has changed.
         clock: seconds, monotonic.
         goes_on_by_token: whether the model goes on from recurrent states one token at a time.
     """
@@ -54,6 +56,7 @@ class RequestServer:
         sizes: BlockSizes,
         pool: DeviceBlockPool,
         scheduler: RequestScheduler,
+        model_switch: ModelSwitch,
         clock: Callable[[], float],
         *,
         goes_on_by_token: bool = False,
@@ -64,6 +67,7 @@ class RequestServer:
         self._sizes = sizes
         self._pool = pool
         self._scheduler = scheduler
+        self._model_switch = model_switch
         self._clock = clock
         self._working = SequenceCache(adapter.shape)
         self._logits = torch.empty(0)
@@ -71,9 +75,14 @@ class RequestServer:
         self._tenants = make_tenants(parse_settings(config.extra_config or {}))
         self._request_numbers = itertools.count()
         self._active: Request | None = None
+        self._longest_tokens = 0
         self._is_closed = False
         self._pid = os.getpid()
-        self.epoch = 0
+
+    @property
+    def epoch(self) -> int:
+        """The number of resets and of changes of the model that were noticed."""
+        return self._model_switch.epoch
 
     @property
     def shape(self) -> KVShape:
@@ -173,6 +182,9 @@ class RequestServer:
             self._scheduler.gather_prefix(request, self._working)
             token_id = self._compute_next(request, sampler)
             request.first_token_s = self._clock()
+            if request.num_tokens > self._longest_tokens:
+                self._longest_tokens = request.num_tokens
+                self._model_switch.learn()
             while not params.is_last(token_id, len(request.output_ids)):
                 yield token_id
                 token_id = self._compute_next(request, sampler)
@@ -206,7 +218,8 @@ class RequestServer:
         sequence: SequenceCache,
         length_range: LengthRange,
         tenant: str | None,
-    ) -> None:
+        epoch: int,
+    ) -> bool:
         """Store the full blocks of ``sequence`` on the device and in the tiers.
 
         Args:
@@ -214,7 +227,15 @@ class RequestServer:
             sequence: keys and values that the engine's own model computed for them.
             length_range: the range of the prompt for which they were computed.
             tenant: whose they are.
+            epoch: the one in which they were computed.
+
+        Returns:
+            Whether they are stored: not when the engine was reset or the model changed meanwhile.
         """
+        self.require_idle()
+        self._model_switch.follow()
+        if epoch != self.epoch:
+            return False
         request = self.make_request(
             token_ids, kv_transfer_params={"skip_load": True}, length_range=length_range, tenant=tenant
         )
@@ -224,6 +245,7 @@ class RequestServer:
             num_missing = request.num_tokens - request.num_computed_tokens
             if num_missing:
                 self._scheduler.advance(request, sequence, num_missing, lambda: None)
+        return True
 
     def require_idle(self) -> None:
         """Raise unless the engine is open and serves no request.
@@ -304,6 +326,7 @@ class RequestServer:
     def _serving(self, request: Request) -> Iterator[None]:
         """Serve one request exclusively; however it ends, its blocks are freed and its transfers completed."""
         self.require_idle()
+        self._model_switch.follow()
         try:
             request.started_s = self._clock()
             self._active = request
