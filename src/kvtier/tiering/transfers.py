@@ -147,7 +147,7 @@ class TierTransfers:
         on_evicted: Callable[[Collection[OffloadKey]], None],
         clock: Callable[[], float],
     ) -> None:
-        self._manager = primary.manager
+        self._manager = primary
         self._table = primary.table
         self._on_evicted = on_evicted
         self._clock = clock
