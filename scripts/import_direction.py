@@ -22,6 +22,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         {
             "errors",
             "config",
+            "conflicts",
             "registry",
             "namespace",
             "base",

@@ -8,7 +8,8 @@ from kvtier.base import CanonicalKVCaches, HandlerEntry, OffloadingManager, Offl
 from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.errors import ConfigError, DuplicateNameError, UnknownNameError
-from kvtier.factory import DEFAULT_SPEC, TIERING_SPEC, OffloadingSpecFactory
+from kvtier.conflicts import DEFAULT_SPEC, TIERING_SPEC
+from kvtier.factory import OffloadingSpecFactory
 from kvtier.registry import Registry
 
 

@@ -19,10 +19,8 @@ from kvtier.quantities import parse_bytes, parse_ttl
 MAX_WHOLE = 2**63 - 1
 """More than any count; larger ones overflow where they become times or sizes."""
 
-
 MAX_GROUPS = 256
 """KV groups of a model: a key has one byte for the group."""
-
 
 DEFAULT_LOOKUP_DEADLINE_S = 5.0
 """Seconds that a request may wait for promotions. Zero waits for one step. Larger values let slow tiers finish but
@@ -150,6 +148,8 @@ DEFAULT_METRICS_HOST = "127.0.0.1"
 
 MAX_PORT = 65_535
 
+TRACE_VARIABLE = "KVTIER_RECORD_TRACE"
+"""The environment variable with the default of ``record_trace``."""
 
 KEY_FILE_VARIABLE = "KVTIER_KEY_FILE"
 """Names the key ring where ``encryption`` does not: a path, as what stands in an environment can be read by others."""

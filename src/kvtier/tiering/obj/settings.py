@@ -165,6 +165,9 @@ class ObjSettings:
         if self.endpoint is not None:
             server = parse_server("endpoint", self.endpoint, is_http_allowed=self.allow_http)
             object.__setattr__(self, "endpoint", server)
+        if self.ca_file is not None and (self.endpoint or self.url).startswith(("http:", "file:", "memory:")):
+            remedy = "has no effect without TLS: use https://, or leave it out"
+            raise ConfigError("ca_file", str(self.ca_file), remedy)
 
 
 def require_capacity(settings: ObjSettings, block_bytes: int) -> None:
