@@ -1,4 +1,4 @@
-"""Two settings that name one thing, or of which one leaves the other without an effect, are refused by the name of both."""
+"""Settings that name one thing, or that leave each other without an effect, are refused by the name of both."""
 
 from dataclasses import fields
 

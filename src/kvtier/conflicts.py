@@ -142,7 +142,7 @@ def refuse_conflicts(settings: Settings) -> None:
 def _refuse_idle_fill(tiers: Sequence[Mapping[str, Any]]) -> None:  # Any: each tier checks its own
     if tiers and tiers[-1].get("fill") is True:
         remedy = (
-            f"has no effect for the last of secondary_tiers ({_type_of(tiers[-1])}): it copies what a later tier holds; "
+            f"has no effect for the last of secondary_tiers ({_type_of(tiers[-1])}): it copies from later ones; "
             "leave it out, or name this tier earlier"
         )
         raise ConfigError("fill", value=True, remedy=remedy)

@@ -261,7 +261,8 @@ def test_a_connector_has_the_half_of_its_role() -> None:
     scheduling = OffloadingConnector(make_sized_config(), ConnectorRole.SCHEDULER)
     working = OffloadingConnector(make_sized_config(rank=0), ConnectorRole.WORKER)
 
-    assert scheduling.connector_worker is working.connector_scheduler is None
+    assert scheduling.connector_worker is None
+    assert working.connector_scheduler is None
     assert working.connector_worker is not None
     half = scheduling.connector_scheduler
     assert half is not None

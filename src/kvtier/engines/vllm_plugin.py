@@ -108,7 +108,7 @@ def refuse_replaced(
     )
     if made.kv_connector != connector:
         value = made.kv_connector if size is None else size
-        replaced = f"vLLM would replace kv_connector={connector!r} by {made.kv_connector!r}, so that kvtier does not run"
+        replaced = f"vLLM would replace kv_connector={connector!r} by {made.kv_connector!r}, without kvtier"
         raise ConfigError(flag, value, f"{replaced}: {remedy}")
     name = "cpu_bytes_to_use"
     now = made.kv_connector_extra_config.get(name)

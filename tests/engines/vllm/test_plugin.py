@@ -234,7 +234,8 @@ import os
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from vllm import LLM
 try:
-    LLM({model!r}, skip_tokenizer_init=True, dtype="float32", max_model_len=256, kv_transfer_config={config!r}, **{more!r})
+    LLM({model!r}, skip_tokenizer_init=True, dtype="float32", max_model_len=256, kv_transfer_config={config!r},
+        **{more!r})
 except Exception as error:
     print("REFUSED", type(error).__name__, error)
 """

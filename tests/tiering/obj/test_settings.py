@@ -146,7 +146,7 @@ def test_a_setting_without_a_meaning_for_the_service_is_refused(url: str, settin
 
 @pytest.mark.parametrize("url", ["file:///var/kvtier", "memory://", "http://127.0.0.1:1"])
 def test_certificates_without_tls_are_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="ca_file='/etc/ca.pem': has no effect without TLS"):
+    with pytest.raises(ConfigError, match=r"ca_file='/etc/ca\.pem': has no effect without TLS"):
         parse(url=url, endpoint=None, region=None, capacity_bytes=None, allow_http=True)
 
 
