@@ -23,6 +23,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "errors",
             "redaction",
             "config",
+            "conflicts",
             "registry",
             "namespace",
             "base",

@@ -6,9 +6,10 @@ import pytest
 
 from kvtier.base import CanonicalKVCaches, HandlerEntry, OffloadingManager, OffloadingSpec
 from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
+from kvtier.conflicts import DEFAULT_SPEC, TIERING_SPEC
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.errors import ConfigError, DuplicateNameError, UnknownNameError
-from kvtier.factory import DEFAULT_SPEC, TIERING_SPEC, OffloadingSpecFactory
+from kvtier.factory import OffloadingSpecFactory
 from kvtier.registry import Registry
 
 

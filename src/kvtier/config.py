@@ -148,6 +148,9 @@ DEFAULT_METRICS_HOST = "127.0.0.1"
 
 MAX_PORT = 65_535
 
+TRACE_VARIABLE = "KVTIER_RECORD_TRACE"
+"""The environment variable with the default of ``record_trace``."""
+
 KEY_FILE_VARIABLE = "KVTIER_KEY_FILE"
 """Names the key ring where ``encryption`` does not: a path, as what stands in an environment can be read by others."""
 

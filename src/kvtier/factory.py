@@ -4,11 +4,9 @@ import importlib
 
 from kvtier.base import OffloadingSpec
 from kvtier.config import OffloadingConfig
+from kvtier.conflicts import DEFAULT_SPEC, TIERING_SPEC, refuse_conflicts
 from kvtier.errors import ConfigError
 from kvtier.registry import Registry
-
-DEFAULT_SPEC = "CPUOffloadingSpec"
-TIERING_SPEC = "TieringOffloadingSpec"
 
 
 class OffloadingSpecFactory:
@@ -40,14 +38,20 @@ class OffloadingSpecFactory:
 
         Raises:
             UnknownNameError: ``spec_name`` is neither registered nor to be found in ``spec_module_path``.
-            ConfigError: the module given by ``spec_module_path`` does not define the spec.
+            ConfigError: the module given by ``spec_module_path`` does not define the spec, or settings contradict each
+                other.
         """
         settings = config.settings
+        refuse_conflicts(settings)
         implied = TIERING_SPEC if settings.secondary_tiers else DEFAULT_SPEC
         name = settings.spec_name or implied
-        if name not in cls._registry and settings.spec_module_path is not None:
-            return _import_spec(settings.spec_module_path, name)(config)
-        return cls._registry.resolve(name)(config)
+        path = settings.spec_module_path
+        if path is None:
+            return cls._registry.resolve(name)(config)
+        if name in cls._registry:
+            remedy = f"has no effect with spec_name={name!r}, which is registered: leave one of the two out"
+            raise ConfigError("spec_module_path", path, remedy)
+        return _import_spec(path, name)(config)
 
 
 def _import_spec(module_path: str, name: str) -> type[OffloadingSpec]:

@@ -42,6 +42,8 @@ def test_settings_of_a_healthy_engine_are_good_in_both_forms(tmp_path: Path) -> 
         ({"cpu_bytes": 1}, "settings", "cpu_bytes_to_use"),
         ({"cpu_bytes_to_use": "much"}, "settings", "8GiB"),
         ({"cpu_bytes_to_use": "1MiB", "eviction_policy": "lruu"}, "settings", "'lru'"),
+        ({"spec_name": "CPUOffloadingSpec"} | with_tier(type="fs"), "settings", "spec_name='CPUOffloadingSpec'"),
+        ({"cpu_bytes_to_use": "1MiB", "max_tracker_size": 5}, "settings", "store_threshold=0"),
         ({}, "cpu_bytes_to_use", "is required"),
         ({"cpu_bytes_to_use": "9999TiB"}, "cpu_bytes_to_use", "give less"),
         ({"kv_connector": "KVTierConnector", "kv_role": "kv_producer"}, "kv_role", "kv_both"),

@@ -161,7 +161,7 @@ class AuditedEngine:
 
     def row_of(self, key: OffloadKey) -> Bytes | None:
         """Return the bytes that are held under a key."""
-        manager: Any = getattr(self.half.manager, "primary", self.half.manager)  # Any: of two kinds
+        manager: Any = getattr(self.half.manager, "primary_tier", self.half.manager)  # Any: of two kinds
         block = manager.table.get_block(key)
         return None if block is None else self.rows[block.block_id]
 

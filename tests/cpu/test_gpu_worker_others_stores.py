@@ -147,7 +147,7 @@ def test_two_workers_in_two_processes_keep_one_copy_that_both_load() -> None:
             # The second worker ends its part at once, and what it holds goes nowhere.
             assert [tell(rank, "store 0") for rank in (1, 0)] == ["True 1", "True 0"]
             manager.complete_store([key_of(1)], context)
-            row = np.asarray(manager.primary.get_kv_memoryview())[0]
+            row = np.asarray(manager.primary_tier.get_kv_memoryview())[0]
             assert scheduler.row_stride == row.size == 8192  # two pages of 6,000 bytes would take 12,288
             assert not row.any()
             row[:PAGE_BYTES] = 7
@@ -260,7 +260,9 @@ def test_of_two_workers_with_the_same_head_the_first_stores_and_both_load_it() -
         for rank, worker in enumerate(workers):
             fill(worker.caches, 10 + rank)
             assert worker.move("store", 0)
-        parts = np.asarray(manager.primary.get_kv_memoryview())[0, : 2 * PAGE_BYTES].reshape(2, PAGE_BYTES)
+        parts = np.asarray(manager.primary_tier.get_kv_memoryview())[0, : 2 * PAGE_BYTES].reshape(
+            2, PAGE_BYTES
+        )
         assert [set(part.tolist()) for part in parts] == [{10}, {12}]
         assert scheduler.row_stride == 12_288
         del parts

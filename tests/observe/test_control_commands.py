@@ -322,7 +322,7 @@ def test_a_prefetch_brings_a_prefix_from_a_tier(tiered: Engine, driver: TieringD
     assert (reply["num_blocks"], reply["num_ready"]) == (8, 4)
     assert all(driver.primary.is_ready(key) for key in keys_of(PROMPT))
     # Nothing waits any more: all of it may be evicted.
-    assert driver.primary.manager.num_evictable == 4
+    assert driver.primary.num_evictable == 4
 
 
 def test_a_prefetch_whose_client_has_gone_holds_nothing(tiered: Engine, driver: TieringDriver) -> None:

@@ -130,7 +130,9 @@ def test_no_call_lets_a_raise_through() -> None:
 def test_a_tier_out_of_service_is_not_asked_any_more() -> None:
     tier = BrokenTier()
     guard = make_guard(tier)
-    guard.is_out_of_service = True
+    tier.raising = {"get_finished"}
+    guard.get_finished()
+    tier.calls.clear()
     request = ReqContext("a")
     assert guard.lookup(key_of(1), request) is False
     assert guard.submit(make_job()) is Submission.DECLINED

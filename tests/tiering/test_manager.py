@@ -277,7 +277,7 @@ def test_host_memory_does_not_remember_a_block_that_failed_to_come_up_as_one_tha
     tier.faults.fail_ratio = ALWAYS
     driver.search_until_known([1], ReqContext("a"))
 
-    remembered = driver.primary.manager.departed.explain(key_of(1))
+    remembered = driver.primary.departed.explain(key_of(1))
     assert remembered is None or remembered.cause is MissCause.EVICTED
     missed = driver.manager.explain(key_of(1), ReqContext("b"))
     assert missed is not None

@@ -40,7 +40,7 @@ def test_what_is_not_ready_cannot_be_read() -> None:
     promote(primary, 1)
     with pytest.raises(BlockNotReadyError):
         primary.prepare_read(keys_of(1, 2), REQUEST)
-    assert primary.manager.num_evictable == 1
+    assert primary.num_evictable == 1
 
 
 def test_the_reuse_filter_keeps_a_store_out_and_no_promotion() -> None:

@@ -114,7 +114,7 @@ def test_both_halves_map_the_same_memory_and_move_bytes_through_it() -> None:
     assert [result.success for result in handlers.get_finished()] == [True]
     manager.complete_store([key_of(1)], request)
     assert isinstance(manager, TieringOffloadingManager)
-    row = np.asarray(manager.primary.get_kv_memoryview())[0]
+    row = np.asarray(manager.primary_tier.get_kv_memoryview())[0]
     assert np.array_equal(row[:PAGE_BYTES], caches.tensors[0].tensor[2].numpy())
     assert not row[PAGE_BYTES:].any()
     del row
@@ -415,7 +415,7 @@ def test_settings_of_the_primary_reach_it() -> None:
     spec = TieringOffloadingSpec(config)
     manager = spec.get_manager()
     assert isinstance(manager, TieringOffloadingManager)
-    assert manager.primary.manager.counts is not None
-    assert type(manager.primary.table.policy).__name__ == "ARCCachePolicy"
+    assert manager.primary_tier.counts is not None
+    assert type(manager.primary_tier.table.policy).__name__ == "ARCCachePolicy"
     assert manager._waiting.lookup_deadline_s == 1.5
     spec.shutdown()

@@ -16,6 +16,7 @@ from typing import Any
 from kvtier.cli.engine_identity import KnownIdentity, check_namespaces, read_identity
 from kvtier.cli.output import Check, CheckResult, size_in_words
 from kvtier.config import EncryptionSettings, HostSize, Settings, parse_settings
+from kvtier.conflicts import refuse_conflicts
 from kvtier.cpu.policies import create_cache_policy
 from kvtier.errors import ConfigError, KVTierError, describe_foreign, shorten
 from kvtier.input_files import parse_json, read_text_file
@@ -96,6 +97,7 @@ def check_config(
         settings = parse_settings(extra if isinstance(extra, dict) else {EXTRA_CONFIG: extra})
         create_cache_policy(settings.eviction_policy, 1)
         make_tenants(settings)
+        refuse_conflicts(settings)
     except KVTierError as error:
         yield Check("settings", CheckResult.BROKEN, str(error))
         return

@@ -64,6 +64,7 @@ class TransferJobs:
         by_id: the open jobs.
         num_stores: how many of them are stores or audits.
         loading: for each key that is being loaded the load.
+        loading_requests: for each name of a request how many loads are open that workers will report under it.
         fenced: for each fenced device block the stores that read it.
         void_keys: keys of open jobs that a reset made void. They are not stored again before those jobs end: a job's
             end reaches the manager by key, so the manager could not distinguish the old transfer from the new.
@@ -73,6 +74,7 @@ class TransferJobs:
         self.by_id: dict[TransferJobId, OpenTransfer] = {}
         self.num_stores = 0
         self.loading: dict[OffloadKey, TransferJobId] = {}
+        self.loading_requests: dict[str, int] = {}
         # Tuples that all blocks of a store share, because two stores rarely read one block.
         self.fenced: dict[int, tuple[TransferJobId, ...]] = {}
         self.void_keys: set[OffloadKey] = set()
@@ -95,6 +97,8 @@ class TransferJobs:
         self._num_jobs += 1
         self.by_id[job_id] = OpenTransfer(job_id, JobKind.LOAD, state, keys, self._num_workers, [])
         self.loading.update(dict.fromkeys(keys, job_id))
+        req_id = state.context.req_id
+        self.loading_requests[req_id] = self.loading_requests.get(req_id, 0) + 1
         return job_id
 
     def open_store(
@@ -134,7 +138,10 @@ class TransferJobs:
                 continue
             ended.append(job)
             del self.by_id[job_id]
-            self.num_stores -= job.kind is not JobKind.LOAD
+            if job.kind is JobKind.LOAD:
+                self._end_load(job.state.context.req_id)
+            else:
+                self.num_stores -= 1
             if job.fenced_blocks:
                 self._lift_fence(job)
             if job.is_void:
@@ -174,6 +181,11 @@ class TransferJobs:
             self.void_keys.update(job.keys)
         self.loading.clear()
         return {job.job_id for job in self.by_id.values() if job.kind is JobKind.LOAD}
+
+    def _end_load(self, req_id: str) -> None:
+        num_open = self.loading_requests.pop(req_id) - 1
+        if num_open:
+            self.loading_requests[req_id] = num_open
 
     def _lift_fence(self, job: OpenTransfer) -> None:
         for block_id in job.fenced_blocks:

@@ -5,10 +5,70 @@ Workers report their copies with the jobs that these belong to, so the scheduler
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from typing import TypedDict
 
+from kvtier.base import TransferType
 from kvtier.connector.common import TransferSample
 from kvtier.connector.request_state import SearchState
 from kvtier.histogram import LATENCY_BOUNDS_S, SIZE_BOUNDS_BYTES, Histogram, HistogramSnapshot
+
+MAX_RECORDED_OPERATIONS = 4096
+"""Operations kept for each direction until the stats are taken. Beyond it the last one absorbs the rest, so that totals
+stay right. More give a reader that takes them rarely a finer histogram, at about 200 bytes each."""
+
+
+class OperationStats(TypedDict):
+    """One transfer: its bytes, and the seconds that the copy itself took."""
+
+    op_size: int
+    op_time: float
+
+
+@dataclass(slots=True)
+class OffloadingConnectorStats:
+    """Transfers since the last reset, for engines that aggregate such stats over workers and steps.
+
+    Attributes:
+        data: for each "SRC_to_DST" the transfers, oldest first; plain values, which survive serialisation.
+    """
+
+    data: dict[str, list[OperationStats]] = field(default_factory=dict)
+
+    def record_transfer(self, num_bytes: int, time_s: float, transfer_type: TransferType) -> None:
+        """Add one transfer."""
+        source, destination = transfer_type
+        self._append(f"{source}_to_{destination}", num_bytes, time_s)
+
+    def aggregate(self, other: "OffloadingConnectorStats") -> "OffloadingConnectorStats":
+        """Add the transfers of ``other`` to this one and return it; ``other`` is not changed."""
+        for direction, operations in other.data.items():
+            for operation in tuple(operations):
+                self._append(direction, operation["op_size"], operation["op_time"])
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return "SRC_to_DST_total_bytes" and "SRC_to_DST_total_time", in seconds, for each direction. Pure."""
+        totals: dict[str, int | float] = {}
+        for direction, operations in self.data.items():
+            totals[f"{direction}_total_bytes"] = sum(operation["op_size"] for operation in operations)
+            totals[f"{direction}_total_time"] = sum(operation["op_time"] for operation in operations)
+        return totals
+
+    def reset(self) -> None:
+        """Forget every transfer."""
+        self.data = {}
+
+    def is_empty(self) -> bool:
+        """Return whether there was no transfer."""
+        return not self.data
+
+    def _append(self, direction: str, num_bytes: int, time_s: float) -> None:
+        operations = self.data.setdefault(direction, [])
+        if len(operations) < MAX_RECORDED_OPERATIONS:
+            operations.append(OperationStats(op_size=num_bytes, op_time=time_s))
+            return
+        operations[-1]["op_size"] += num_bytes
+        operations[-1]["op_time"] += time_s
 
 
 class TransferMeter:

@@ -162,9 +162,11 @@ class OffloadingConnectorScheduler:
             ):
                 return WAIT
             state.grow_keys(self.layouts)
+        if request.request_id in self._jobs.loading_requests:
+            return WAIT  # workers report a load by its request's name: this one would take the report for its own
         state.search.num_local_tokens = num_computed_tokens
         if self._handshake is not None:
-            return WAIT if self._handshake.is_awaited else NOTHING
+            return {True: WAIT, False: NOTHING}[self._handshake.is_awaited]
         is_layerwise = self.layerwise is not None and self.layerwise.choose(
             state, can_wait_by_layer=can_wait_by_layer, num_open_loads=self._jobs.num_loads
         )

@@ -12,7 +12,7 @@ from itertools import islice
 
 from kvtier.base import OffloadKey
 from kvtier.cpu.orphaned_slots import OrphanedSlots
-from kvtier.cpu.policies.base import IN_FLIGHT, BlockStatus, CachePolicy, IdleListener
+from kvtier.cpu.policies.base import IN_FLIGHT, BlockStatus, CachePolicy, IdleListener, clear_policy
 from kvtier.errors import BlockNotReadyError, ConfigError, InvariantError
 
 
@@ -341,7 +341,8 @@ class BlockTable:
                 is_write = block.ref_cnt == IN_FLIGHT
                 self.orphans.adopt(block.block_id, key, is_write=is_write, num_reports=abs(block.ref_cnt))
         idle_slots = [block.block_id for block in held.values() if block.ref_cnt == 0]
-        self.policy.clear()
+        if clear_policy(self.policy, self.num_blocks) and self._idle_listener is not None:
+            self._idle_listener.expect_idle()
         self.slots.give_back(idle_slots[::-1])
         self.num_evictable = self.num_in_flight = 0
         for listener in self.listeners:

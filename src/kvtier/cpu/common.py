@@ -40,6 +40,7 @@ class EventLog:
         locality: where the medium is; None when that is not known.
 
     Attributes:
+        events: those that were not taken yet, oldest first.
         num_merges: how often events were merged because they were not taken in time.
     """
 
@@ -55,7 +56,7 @@ class EventLog:
         self._tier = tier
         self._locality = locality
         self._max_untaken_keys = self._limit = max_untaken_keys
-        self._events: list[OffloadingEvent] = []
+        self.events: list[OffloadingEvent] = []
         self._num_keys = 0
         self.num_merges = 0
 
@@ -64,29 +65,29 @@ class EventLog:
         if not keys:
             return
         self._append(list(keys), removed=removed)
-        if self._num_keys > self._limit and len(self._events) > 1:
+        if self._num_keys > self._limit and len(self.events) > 1:
             self._merge()
 
     def take(self) -> list[OffloadingEvent]:
         """Return the waiting events and forget them."""
-        taken, self._events = self._events, []
+        taken, self.events = self.events, []
         self._num_keys = 0
         self._limit = self._max_untaken_keys
         return taken
 
     def _append(self, keys: list[OffloadKey], *, removed: bool) -> None:
-        self._events.append(OffloadingEvent(keys, self._medium, removed, self._tier, self._locality))
+        self.events.append(OffloadingEvent(keys, self._medium, removed, self._tier, self._locality))
         self._num_keys += len(keys)
 
     def _merge(self) -> None:
         """Replace the events by at most two: what was held before and is gone, and what is held now."""
         first: dict[OffloadKey, bool] = {}
         last: dict[OffloadKey, bool] = {}
-        for event in self._events:
+        for event in self.events:
             for key in event.keys:
                 first.setdefault(key, event.removed)
                 last[key] = event.removed
-        self._events, self._num_keys = [], 0
+        self.events, self._num_keys = [], 0
         for removed in (True, False):
             keys = [key for key in last if last[key] is removed and (first[key] or not removed)]
             if keys:

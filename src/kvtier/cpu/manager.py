@@ -58,6 +58,7 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         lookup_deadline_s: seconds a request may wait for stores of others, from its first lookup that returned None.
 
     Attributes:
+        medium, store_threshold, max_tracker_size: the medium of its events, "CPU"; the arguments.
         table: the blocks, their slots and pins.
         lifetimes: when blocks expire; None when they do not.
         tenant_blocks: the blocks of each tenant; None where there are none.
@@ -86,6 +87,9 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         block_bytes: int = 1,
         lookup_deadline_s: float = DEFAULT_LOOKUP_DEADLINE_S,
     ) -> None:
+        self.medium = CPULoadStoreSpec.medium()
+        self.store_threshold = store_threshold
+        self.max_tracker_size = max_tracker_size
         policy = create_cache_policy(cache_policy, num_blocks)
         self.table = BlockTable(num_blocks, policy)
         self._get_block = self.table.get_block
@@ -104,7 +108,7 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         self.forecast: ReuseForecast | None = policy if isinstance(policy, ReuseForecast) else None
         is_filtering = store_threshold >= MIN_STORE_THRESHOLD
         self._filter = ReuseFilter(store_threshold, max_tracker_size) if is_filtering else None
-        self._events = EventLog(CPULoadStoreSpec.medium()) if enable_events else None
+        self._events = EventLog(self.medium) if enable_events else None
         self._is_shut_down = False
         self.follows_requests = self._learner is not None or is_filtering
         self._waiting = WaitingRequests(self.table, lookup_deadline_s)
@@ -131,6 +135,11 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
     def counts(self) -> dict[OffloadKey, int] | None:
         """Accesses that the reuse filter has counted, least recently used first; None when it is off."""
         return None if self._filter is None else self._filter.counts
+
+    @property
+    def events(self) -> list[OffloadingEvent] | None:
+        """The events that ``take_events`` would return now, oldest first; None where none are recorded."""
+        return None if self._events is None else list(self._events.events)
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
         if self.lifetimes is not None:

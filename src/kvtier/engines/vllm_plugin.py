@@ -17,10 +17,17 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 CONNECTOR = "KVTierConnector"
+CONNECTOR_PREFIX = "kvtier"
 MODULE = "kvtier.engines.vllm"
 
 SEVERAL = "MultiConnector"
 """vLLM's connector of connectors, whose settings have those of each."""
+
+STOCK = "OffloadingConnector"
+"""vLLM's own, which takes kvtier's tiers and policies by their modules or names."""
+
+STOCK_DEFAULT_SPEC = "CPUOffloadingSpec"
+"""What it builds without ``spec_name``; it knows no secondary tiers."""
 
 
 CLIENT = "client-"
@@ -37,7 +44,15 @@ def register() -> None:
 
     @functools.wraps(stock)
     def check_too(self: VllmConfig) -> None:
+        asked = self.kv_transfer_config
+        connector, extra_config = (
+            (asked.kv_connector, dict(asked.kv_connector_extra_config)) if asked else (None, {})
+        )
         stock(self)
+        if asked is not None and uses_kvtier(connector, extra_config):
+            refuse_replaced(self, connector, extra_config)
+            if connector == STOCK:
+                refuse_idle_tiers(extra_config)
         check_before_start(self)
 
     VllmConfig.__post_init__ = check_too
@@ -91,6 +106,71 @@ def mark_client_names() -> None:
         return hashes
 
     ProcessorInputs.get_mm_hashes = get_mm_hashes
+
+
+def uses_kvtier(connector: str | None, extra_config: Mapping[str, Any]) -> bool:  # Any: JSON of the user
+    """Return whether a configuration names kvtier: its connector, or in vLLM's a tier or policy of it. Pure."""
+    if connector == STOCK:
+        return _names_kvtier(extra_config)
+    return connector == CONNECTOR or (connector == SEVERAL and _names_kvtier(extra_config))
+
+
+def refuse_replaced(
+    vllm_config: VllmConfig,
+    connector: str | None,
+    extra_config: Mapping[str, Any],  # Any: as above
+) -> None:
+    """Refuse a configuration of which vLLM has replaced what its user asked for, as ``--kv-offloading-size`` does.
+
+    Args:
+        vllm_config: what vLLM has made of it.
+        connector: the connector that the user has named.
+        extra_config: its settings, as the user wrote them.
+
+    Raises:
+        ConfigError: it has; the message has both flags and what to write.
+    """
+    from kvtier.errors import ConfigError
+
+    made, size = vllm_config.kv_transfer_config, getattr(vllm_config.cache_config, "kv_offloading_size", None)
+    flag, written = (
+        ("kv_offloading_size", f'"{size:g}GiB"') if size is not None else ("kv_connector", "its size")
+    )
+    remedy = (
+        f'leave --kv-offloading-size out and write "cpu_bytes_to_use": {written} in kv_connector_extra_config'
+    )
+    if made.kv_connector != connector:
+        value = made.kv_connector if size is None else size
+        replaced = f"vLLM would replace kv_connector={connector!r} by {made.kv_connector!r}, without kvtier"
+        raise ConfigError(flag, value, f"{replaced}: {remedy}")
+    name = "cpu_bytes_to_use"
+    now = made.kv_connector_extra_config.get(name)
+    if name in extra_config and extra_config[name] != now:
+        raise ConfigError(
+            flag, size, f"vLLM would replace {name}={extra_config[name]!r} by {now!r}: {remedy}"
+        )
+
+
+def refuse_idle_tiers(extra_config: Mapping[str, Any]) -> None:  # Any: as above
+    """Refuse tiers of kvtier's beside a spec of vLLM's that knows none. Pure.
+
+    Raises:
+        ConfigError: there are such; the message has both settings and what to write.
+    """
+    from kvtier.errors import ConfigError
+
+    spec, tiers = extra_config.get("spec_name") or STOCK_DEFAULT_SPEC, extra_config.get("secondary_tiers")
+    if spec == STOCK_DEFAULT_SPEC and _names_kvtier(tiers):
+        remedy = 'leaves secondary_tiers without an effect: write "spec_name": "TieringOffloadingSpec"'
+        raise ConfigError("spec_name", spec, remedy)
+
+
+def _names_kvtier(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_names_kvtier, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_names_kvtier, value))
+    return isinstance(value, str) and value.lower().startswith(CONNECTOR_PREFIX)
 
 
 def own_settings(transfer_config: KVTransferConfig) -> Iterator[Mapping[str, Any]]:  # Any: JSON of the user

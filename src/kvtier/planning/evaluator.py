@@ -100,7 +100,7 @@ class _Chain:
 
     def serve(self, keys: list[OffloadKey], context: ReqContext, request: SimulatedRequest) -> None:
         """Serve one request; ``keys`` are those of its blocks."""
-        manager, is_ready = self._manager, self._manager.primary.is_ready
+        manager, is_ready = self._manager, self._manager.primary_tier.is_ready
         self._timeline.advance_to(request.arrival_s)
         manager.end_step()
         if self._states is None:
@@ -126,7 +126,7 @@ class _Chain:
         self, keys: list[OffloadKey], context: ReqContext, request: SimulatedRequest, kept: KeptStates
     ) -> list[OffloadKey]:
         """Find the prefix of a request with states, and return the keys that it uses, each state behind its block."""
-        is_ready = self._manager.primary.is_ready
+        is_ready = self._manager.primary_tier.is_ready
         states = [make_offload_key(block_hash, STATE_GROUP) for block_hash in request.block_hashes]
         self._manager.note_request([keys, states], context)
         num_usable = (request.num_prompt_tokens - 1) // self._block_tokens
@@ -306,7 +306,7 @@ def replay_chain(
         trace.num_unique_blocks,
         chain.num_hits,
         chain.num_host_hits,
-        int(chain.spec.get_manager().primary.stats()["primary.stored"]),
+        int(chain.spec.get_manager().primary_tier.stats()["primary.stored"]),
         {name: tier.num_written_blocks for name, tier in named},
         {name: tier.num_read_blocks for name, tier in named},
     )

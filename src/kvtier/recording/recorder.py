@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtier.config import OffloadingConfig
+from kvtier.config import TRACE_VARIABLE, OffloadingConfig
 from kvtier.connector.common import StopReason
 from kvtier.connector.protocols import RequestRecorder
 from kvtier.errors import ConfigError
@@ -26,10 +26,9 @@ from kvtier.recording.trace_salt import TraceSalt, draw_salt, read_salt_file
 
 logger = logging.getLogger(__name__)
 
-TRACE_VARIABLE = "KVTIER_RECORD_TRACE"
 MAX_BYTES_VARIABLE = "KVTIER_RECORD_MAX_BYTES"
 SALT_FILE_VARIABLE = "KVTIER_RECORD_SALT_FILE"
-"""Environment variables with the defaults of ``record_trace``, ``record_max_bytes`` and ``record_salt_file``."""
+"""Environment variables with the defaults of ``record_max_bytes`` and ``record_salt_file``."""
 
 DEFAULT_MAX_BYTES = 2**30
 """About 50 million block ids. Less ends a recording of long prompts within a day; more may fill a small disk."""

@@ -137,7 +137,7 @@ def _read(simulated: SimulatedEngine, host: HostModel | None) -> Reading:
     """Return how full each place is now, and what has been written to it."""
     held, written = {DEVICE: simulated.num_held_device_blocks}, {}
     if host is not None and simulated.spec is not None:
-        primary = simulated.spec.get_manager().primary.stats()
+        primary = simulated.spec.get_manager().primary_tier.stats()
         held[HOST], written[HOST] = int(primary["primary.held_blocks"]), int(primary["primary.stored"])
         for model, tier in zip(host.tiers, simulated.spec.tiers, strict=True):
             held[model.name] = int(tier.stats()["held_blocks"])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtier.base import OffloadKey
-from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview
+from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, clear_policy
 from kvtier.testing.policy_suite import key_of
 
 KEYS = [key_of(number) for number in range(16)]
@@ -105,7 +105,7 @@ class PolicyMachine(RuleBasedStateMachine):
     def clear(self, is_meant: bool) -> None:
         """Clear the policy, rarely: most behaviour shows only after the policy has been full for some time."""
         if is_meant:
-            self.policy.clear()
+            clear_policy(self.policy, self.capacity)
             self.held.clear()
 
     @invariant()

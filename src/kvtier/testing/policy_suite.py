@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from kvtier.base import OffloadKey, make_offload_key
-from kvtier.cpu.policies.base import IN_FLIGHT, BlockStatus, CachePolicy, EvictionPreview
+from kvtier.cpu.policies.base import IN_FLIGHT, BlockStatus, CachePolicy, EvictionPreview, clear_policy
 
 TRACE_LENGTH = 20_000
 """Accesses of the fixed trace. Fewer would not fill the larger capacities, more only take time."""
@@ -73,7 +73,7 @@ class PolicySuite:
         getter = policy.getter()
         (block,) = insert_ready(policy, [key_of(1)])
         assert getter(key_of(1)) is block
-        policy.clear()
+        clear_policy(policy, 2)
         assert getter(key_of(1)) is None
         (block,) = insert_ready(policy, [key_of(1)])
         assert getter(key_of(1)) is block
@@ -199,7 +199,7 @@ class PolicySuite:
         trace = make_trace(seed=2, length=2_000)
         used = self.make_policy(32)
         replay(used, trace)
-        used.clear()
+        clear_policy(used, 32)
         used.check({})
         assert replay(used, trace) == replay(self.make_policy(32), trace)
 

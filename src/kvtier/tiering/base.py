@@ -240,6 +240,7 @@ class SecondaryTierManager(ABC):
     no_quotas_reason: ClassVar[str] = ""
     locality: ClassVar[Locality | None] = None
     capacity_blocks: int | None = None
+    settings: TierSettings = NO_SETTINGS
 
     def __init__(
         self, config: OffloadingConfig, primary_kv_view: memoryview, settings: TierSettings = NO_SETTINGS
@@ -298,23 +299,24 @@ class SecondaryTierManager(ABC):
         del timeout_s
         return True
 
-    @abstractmethod
-    def reset(self, epoch: bytes) -> None:
-        """Move to the namespace of ``epoch``; what was stored before stays for others and is never found.
+    def reset(self, epoch: bytes) -> bool | None:
+        """Move to the namespace of ``epoch``, 16 random bytes; what was stored before stays for others, never found.
 
         Jobs in flight are reported as ever; what they store is not found either.
 
-        Args:
-            epoch: ``EPOCH_BYTES`` random bytes.
+        Returns:
+            False: not supported. The manager then leaves the tier out for good, or it would serve old blocks.
         """
+        del epoch
+        return False
 
-    def switch_model(self, model: ModelIdentity) -> None:
+    def switch_model(self, model: ModelIdentity) -> bool | None:
         """Move to the namespace that an engine started with the weights ``model`` has; otherwise as ``reset``.
 
         A tier that does not override this is reset: no other engine finds what comes after it.
         """
         del model
-        self.reset(os.urandom(EPOCH_BYTES))
+        return self.reset(os.urandom(EPOCH_BYTES))
 
     def stats(self) -> dict[str, float]:
         """Return counters and gauges by name. Thread: any."""

@@ -318,7 +318,7 @@ class CascadePlanner:
         self._table = primary.table
         self._clock = clock
         self._learner: ReuseForecaster | None = None
-        forecast = primary.manager.forecast
+        forecast = primary.forecast
         num_remembered = plan_num_remembered([tier.tier for tier in tiers])
         if num_remembered and (forecast is None or forecast.num_remembered_blocks < num_remembered):
             forecast = self._learner = primary.create_forecaster(num_remembered)

@@ -84,7 +84,11 @@ def create_secondary_tier(
     if config.settings.tenants is not None:
         require_quotas(name, tier_class, config.settings)
     try:
-        return tier_class(config, primary_kv_view, settings=settings, **own)
+        if takes_settings(tier_class):
+            return tier_class(config, primary_kv_view, settings=settings, **own)
+        tier = tier_class(config, primary_kv_view, **own)
+        tier.settings = settings  # the manager reads them there, also of a tier that knows of none
+        return tier
     except KVTierError:
         raise
     except Exception as error:  # noqa: BLE001  # foreign: it may raise anything, and cannot start
@@ -137,11 +141,18 @@ def check_tier_config(tier_config: Mapping[str, Any]) -> CheckedTier:  # Any: as
     if unknown:
         raise UnknownNameError(f"setting of tier {name!r}", unknown[0], known_settings | COMMON_SETTINGS)
     try:
-        inspect.signature(tier_class).bind(None, None, settings=settings, **own)
+        common = {"settings": settings} if takes_settings(tier_class) else {}
+        inspect.signature(tier_class).bind(None, None, **common, **own)
     except TypeError as error:
-        remedy = f"tier {name!r}: {error}: its constructor takes config, primary_kv_view, settings and its own settings"
+        remedy = f"tier {name!r}: {error}: its constructor takes config, primary_kv_view and its own settings"
         raise ConfigError("secondary_tiers", dict(tier_config), remedy) from error
     return CheckedTier(name, tier_class, settings, own)
+
+
+def takes_settings(tier_class: type[SecondaryTierManager]) -> bool:
+    """Return whether the constructor takes the settings that every tier has: the oldest contract has none. Pure."""
+    parameters = inspect.signature(tier_class).parameters
+    return "settings" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 def own_setting_names(tier_class: type[SecondaryTierManager]) -> frozenset[str]:

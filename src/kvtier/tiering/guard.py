@@ -80,7 +80,8 @@ class GuardedTier:
         event_name: what events call the tier, unique within the engine; None: its type.
 
     Attributes:
-        is_out_of_service: True once its get_finished or its reset has raised; no call for work is made any more.
+        is_out_of_service: True once its get_finished or its reset has raised, or it has none; it gets no work any more.
+        reports_jobs: whether its get_finished is called: not after a raise.
         is_purging: whether its blocks are being purged; no lookup or store of a block reaches it meanwhile.
         open_lookups: keys whose lookup was answered None and has no answer yet, each with the last request that looked.
         dropped: blocks whose bytes were wrong; they are not looked up any more.
@@ -115,6 +116,7 @@ class GuardedTier:
         self.backoff = LoadBackoff(clock)
         self.load_times = LoadTimes(clock) if measures_loads else None
         self.is_out_of_service = False
+        self.reports_jobs = True
         self.is_purging = False
         self.open_lookups: dict[OffloadKey, ReqContext] = {}
         self.dropped: set[OffloadKey] = set()
@@ -199,13 +201,13 @@ class GuardedTier:
 
     def get_finished(self) -> list[JobResult]:
         """Return the tier's reports; a raise puts it out of service."""
-        if self.is_out_of_service:
+        if not self.reports_jobs:
             return []
         try:
             results = [as_result(result) for result in self.tier.get_finished()]
         except Exception as error:  # noqa: BLE001 - a foreign tier may raise anything; it costs its own hits
             self._count_failure(CallFailure("get_finished", error))
-            self.is_out_of_service = True
+            self.is_out_of_service, self.reports_jobs = True, False
             results = []
         if self._reachable is not None:
             num_unanswered = self._call("drain_unanswered", self._reachable.drain_unanswered)
@@ -261,7 +263,7 @@ class GuardedTier:
         if self.is_out_of_service:
             answered: Collection[OffloadKey] | None = list(self.open_lookups)
         else:
-            outcome = self._call("drain_answered", drain_answered_keys, self.tier)
+            outcome = self._call("drain_answered", as_list, self.tier.drain_answered)
             answered = None if isinstance(outcome, CallFailure) else outcome
         if answered is None:
             self.open_lookups = {
@@ -283,7 +285,7 @@ class GuardedTier:
         if announcements is None:
             return []
         if self._reporter is not None:
-            evicted = self._call("drain_evicted", drain_evicted_keys, self._reporter)
+            evicted = self._call("drain_evicted", as_list, self._reporter.drain_evicted)
             announcements.on_evicted(None if isinstance(evicted, CallFailure) else evicted)
         if self._reachable is not None and self._call("drain_emptied", self._reachable.drain_emptied) is True:
             announcements.on_evicted(None)
@@ -338,9 +340,17 @@ class GuardedTier:
         for memory in (self.backoff, self.dropped, self.departed, self.open_lookups, self.announcements):
             if memory is not None:
                 memory.clear()
+        if self.is_out_of_service:
+            return
         move = partial(self.tier.reset, epoch) if model is None else partial(self.tier.switch_model, model)
-        if isinstance(self._call("reset", move), CallFailure):
-            self.is_out_of_service = True
+        outcome = self._call("reset", move)
+        # Its jobs in flight go on: their slots are free when it has reported them.
+        self.is_out_of_service = outcome is False or isinstance(outcome, CallFailure)
+        if outcome is False:
+            logger.warning(
+                "tier %r has no reset: it is left out until the engine restarts, or it would serve old blocks",
+                self.name,
+            )
 
     def begin_purge(self, tenant: int | None = None) -> PurgeOutcome | None:
         """Make the tier drop every block, or a tenant's; return how that ended, if it has by now or cannot begin."""
@@ -460,24 +470,14 @@ class GuardedTier:
         return f"GuardedTier({self.name}: {state}, {self.in_flight_store_bytes} B of stores in flight)"
 
 
-def drain_evicted_keys(tier: EvictionReporter) -> list[OffloadKey] | None:
-    """Return the keys that a tier reports as evicted, as a list.
+def as_list(drain: Callable[[], Collection[OffloadKey] | None]) -> list[OffloadKey] | None:
+    """Return the keys that a tier's method reports, as a list.
 
     Raises:
         TypeError: it is no collection.
     """
-    evicted = tier.drain_evicted()
-    return None if evicted is None else list(evicted)
-
-
-def drain_answered_keys(tier: SecondaryTierManager) -> list[OffloadKey] | None:
-    """Return the keys that a tier reports as answered, as a list.
-
-    Raises:
-        TypeError: it is no collection.
-    """
-    answered = tier.drain_answered()
-    return None if answered is None else list(answered)
+    keys = drain()
+    return None if keys is None else list(keys)
 
 
 def as_result(result: JobResult) -> JobResult:

@@ -74,7 +74,7 @@ class TierBlockLocator(BlockLocator):
         places: list[BlockPlace] = []
         is_unanswered = False
         for key in keys:
-            is_ready = self._primary.manager.find(key, req_context)
+            is_ready = self._primary.find(key, req_context)
             if is_ready:
                 places.append(IN_HOST)
                 waiting.on_found(key, req_context)

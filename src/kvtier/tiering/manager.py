@@ -64,7 +64,7 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         make_epoch: gives the 16 random bytes of a new epoch.
 
     Attributes:
-        primary: host memory.
+        primary_tier: host memory.
         locator: finds blocks without promoting them.
         leases: the blocks that operators and clients have pinned in host memory.
     """
@@ -81,9 +81,8 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         clock: Callable[[], float] = time.monotonic,
         make_epoch: Callable[[], bytes] = lambda: os.urandom(EPOCH_BYTES),
     ) -> None:
-        self.primary = primary_tier
-        # Calls on the way of a step go to the wrapped manager itself: one frame less for each key.
-        self._primary_manager = primary_tier.manager
+        self.primary_tier = primary_tier
+        self._primary_manager = primary_tier
         view = primary_tier.get_kv_memoryview()
         row_bytes = view.nbytes // len(view)
         self._tiers = [
@@ -99,7 +98,7 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         self._shutdown_timeout_s = shutdown_timeout_s
         self._clock = clock
         self._make_epoch = make_epoch
-        self.leases = primary_tier.manager.leases
+        self.leases = primary_tier.leases
         self._now_s = clock()
         self._step = 0
         self._is_polled = False
@@ -128,6 +127,11 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         self.locator = TierBlockLocator(
             self._tiers, primary_tier, self._waiting, self._transfers, lookup_deadline_s, open_step
         )
+
+    @property
+    def secondary_tiers(self) -> list[SecondaryTierManager]:
+        """The tiers behind host memory, in the order of lookups; none after a shutdown."""
+        return [guarded.tier for guarded in self._tiers]
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
         if self._primary_manager.lifetimes is not None:
@@ -430,10 +434,10 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
                 self._last_events += tier.take_events()
         self._tiers.clear()  # a tier that is still referred to would keep the rows mapped
         if all(are_gone):
-            self.primary.shutdown()
+            self.primary_tier.shutdown()
         else:
             logger.warning("a tier did not end in %.1f s: its rows stay mapped", self._shutdown_timeout_s)
-            self.primary.abandon()
+            self.primary_tier.abandon()
 
     def check(self) -> None:
         """Assert the laws that the state can show.
@@ -441,10 +445,10 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         Raises:
             InvariantError: a slot leaked, a hold belongs to no request, or a job's blocks are not pinned.
         """
-        self.primary.check()
+        self.primary_tier.check()
         leases = dict.fromkeys(self.leases.ends_s, 1)
         holds = Counter(self._waiting.count_holds()) + Counter(self._cascades.count_holds())
-        self.primary.table.check_holds(dict(Counter(leases) + holds))
+        self.primary_tier.table.check_holds(dict(Counter(leases) + holds))
         self._transfers.check()
         self._cascades.check()
 

@@ -1,24 +1,14 @@
 """The primary tier as secondary tiers see it: the manager of host memory together with its rows.
 
-It is a manager without tiers for callers that want one; ``TieringOffloadingManager`` takes ``manager`` and ``table``
-out of it. ``prepare_read`` and its siblings are the tiers' words for load and store. They pin and complete like the
-engine's calls, but a read is not counted as a load, and neither the reuse filter nor the policy's admission applies to
-a write.
+``prepare_read`` and its siblings are the tiers' words for load and store. They pin and complete like the engine's
+calls, but a read is not counted as a load, and neither the reuse filter nor the policy's admission applies to a write.
 """
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 
-from kvtier.base import (
-    LoadStoreSpec,
-    OffloadingEvent,
-    OffloadingManager,
-    OffloadKey,
-    PrepareStoreOutput,
-    ReqContext,
-    RowMemory,
-)
+from kvtier.base import OffloadKey, PrepareStoreOutput, ReqContext, RowMemory
 from kvtier.config import DEFAULT_MAX_TRACKER_SIZE
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.manager import CPUOffloadingManager
@@ -29,7 +19,7 @@ from kvtier.tenants import Tenants
 logger = logging.getLogger(__name__)
 
 
-class CPUPrimaryTierOffloadingManager(OffloadingManager):
+class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
     """Host memory: which blocks it holds, and the rows themselves.
 
     Args:
@@ -42,10 +32,6 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         clock: seconds, monotonic; the times of arrival that policies learn from.
         ttl_s: seconds after its store that a block is a miss; None: never.
         tenants: the tenants of requests; None where there are none.
-
-    Attributes:
-        manager: which blocks are held, and where.
-        table: the manager's blocks, slots and pins.
     """
 
     def __init__(
@@ -63,7 +49,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
     ) -> None:
         self._region = mmap_region
         self._view = mmap_region.create_kv_memoryview()
-        self.manager = CPUOffloadingManager(
+        super().__init__(
             num_blocks,
             cache_policy,
             enable_events,
@@ -74,11 +60,6 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
             tenants=tenants,
             block_bytes=self._view.nbytes // len(self._view),
         )
-        self.table = self.manager.table
-
-    def is_ready(self, key: OffloadKey) -> bool:
-        """Return whether ``key`` can be read now; unlike lookup this is no access. Pure."""
-        return self.table.is_ready(key)
 
     def get_kv_memoryview(self) -> memoryview:
         """Return the rows: writable, zero-copy, shape (num_blocks, row_stride), format 'b'."""
@@ -108,62 +89,21 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
             protected: further keys that must not be evicted for it; its ``in`` should not search.
         """
         del req_context
-        return self.manager.reserve(keys, protected)
+        return self.reserve(keys, protected)
 
     def complete_write(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
         """Make the in-flight ones of ``keys`` ready after a tier has filled them, or drop them."""
         del req_context
-        self.manager.finish_writes(keys, success=success, is_promotion=True)
+        self.finish_writes(keys, success=success, is_promotion=True)
 
     def create_forecaster(self, max_blocks: int) -> ReuseForecaster:
         """Build what estimates reuse in place of the policy, remembering at most ``max_blocks`` blocks."""
         return create_reuse_forecaster(max_blocks)
 
-    def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
-        self.manager.note_request(chains, req_context)
-
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        return self.manager.lookup(key, req_context)
-
-    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        return self.manager.prepare_load(keys, req_context)
-
-    def prepare_store(
-        self, keys: Collection[OffloadKey], req_context: ReqContext
-    ) -> PrepareStoreOutput | None:
-        return self.manager.prepare_store(keys, req_context)
-
-    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self.manager.touch(keys, req_context)
-
-    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self.manager.complete_load(keys, req_context)
-
-    def complete_store(
-        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
-    ) -> None:
-        self.manager.complete_store(keys, req_context, success)
-
-    def take_events(self) -> list[OffloadingEvent]:
-        return self.manager.take_events()
-
-    def request_finished(self, req_context: ReqContext) -> None:
-        self.manager.request_finished(req_context)
-
-    def reset(self) -> None:
-        self.manager.reset()
-
-    def stats(self) -> dict[str, float]:
-        return self.manager.stats()
-
-    def check(self) -> None:
-        """Do what the manager's check does."""
-        self.manager.check()
-
     def shutdown(self) -> None:
-        self.manager.shutdown()
+        super().shutdown()
         try:
             self._view.release()
         except BufferError:
@@ -173,5 +113,5 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
 
     def abandon(self) -> None:
         """Clean the region but leave the rows mapped: a thread of a tier may still touch them."""
-        self.manager.shutdown()
+        super().shutdown()
         self._region.cleanup()

@@ -149,7 +149,7 @@ class TierTransfers:
         on_unwritten: Callable[[GuardedTier, Sequence[OffloadKey], TierDeparture], None],
         clock: Callable[[], float],
     ) -> None:
-        self._manager = primary.manager
+        self._manager = primary
         self._table = primary.table
         self._on_evicted = on_evicted
         self._on_unwritten = on_unwritten

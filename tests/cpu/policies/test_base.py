@@ -1,11 +1,12 @@
-"""What a policy gets for free, proven on one that implements the six methods and nothing else."""
+"""What a policy gets for free, proven on one that implements the five methods that must be written and nothing else."""
 
 from collections.abc import Collection
 
 import pytest
 
-from kvtier.base import OffloadKey
-from kvtier.cpu.policies.base import IN_FLIGHT, BlockStatus, CachePolicy
+from kvtier.base import OffloadKey, ReqContext
+from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.cpu.policies.base import IN_FLIGHT, BlockStatus, CachePolicy, clear_policy
 from kvtier.errors import InvariantError
 from kvtier.testing.policy_suite import PolicySuite, insert_ready, key_of
 
@@ -41,12 +42,9 @@ class OldestFirst(CachePolicy):
             self.remove(key)
         return idle[:n]
 
-    def clear(self) -> None:
-        self.order = []
-
 
 class TestSmallestPolicy(PolicySuite):
-    """The policy contract, on six methods and the defaults."""
+    """The policy contract, on five methods and the defaults."""
 
     def make_policy(self, cache_capacity: int) -> OldestFirst:
         return OldestFirst(cache_capacity)
@@ -69,6 +67,38 @@ def test_the_default_check_finds_a_block_the_policy_lost() -> None:
     policy = OldestFirst(2)
     (block,) = insert_ready(policy, [key_of(1)])
     policy.check({key_of(1): block})
-    policy.clear()
+    policy.remove(key_of(1))
     with pytest.raises(InvariantError, match="slot 0 is not held by the policy"):
         policy.check({key_of(1): block})
+
+
+def test_a_policy_without_clear_is_built_again_in_place_with_all_that_it_had_learned_forgotten() -> None:
+    policy = OldestFirst(2)
+    getter = policy.getter()
+    insert_ready(policy, [key_of(1)])
+    vars(policy)["learned"] = 1
+
+    assert clear_policy(policy, 7)
+
+    assert getter(key_of(1)) is None
+    assert vars(policy) == {"cache_capacity": 7, "order": []}
+
+
+def test_a_manager_serves_stores_loads_evictions_and_a_reset_with_it() -> None:
+    request = ReqContext("a")
+    name = f"{OldestFirst.__module__}:{OldestFirst.__qualname__}"
+    manager = CPUOffloadingManager(2, name)
+    for _ in range(2):
+        for number in range(3):
+            output = manager.prepare_store([key_of(number)], request)
+            assert output is not None
+            assert output.evicted_keys == ([key_of(0)] if number == 2 else [])
+            manager.complete_store([key_of(number)], request)
+            manager.check()
+        assert [manager.lookup(key_of(number), request) for number in range(3)] == [False, True, True]
+        manager.prepare_load([key_of(1)], request)
+        manager.reset()
+        manager.check()
+        assert [manager.lookup(key_of(number), request) for number in range(3)] == [False] * 3
+        manager.table.orphans.settle_keys([key_of(1)], is_write=False)
+        manager.check()

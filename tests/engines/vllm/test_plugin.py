@@ -149,6 +149,73 @@ def test_a_missing_client_library_is_refused_only_for_a_required_tier(
         make_config(model_folder, SETTINGS | {"secondary_tiers": [tier | {"required": True}]})
 
 
+REPLACED: dict[str, tuple[str, dict[str, object], str]] = {
+    "kvtier's connector": (
+        "KVTierConnector",
+        SETTINGS,
+        "replace kv_connector='KVTierConnector' by 'OffloadingConnector'",
+    ),
+    "within a connector of connectors": (
+        "MultiConnector",
+        {"connectors": [{"kv_connector": "KVTierConnector", "kv_connector_extra_config": SETTINGS}]},
+        "replace kv_connector='MultiConnector' by 'OffloadingConnector'",
+    ),
+    "a size beside kvtier's tiers in vLLM's": (
+        "OffloadingConnector",
+        SETTINGS
+        | {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"module_path": "kvtier.engines.vllm"}]},
+        "replace cpu_bytes_to_use='1MiB' by 2147483648",
+    ),
+}
+
+
+@pytest.mark.usefixtures("plugin")
+@pytest.mark.parametrize("case", REPLACED)
+def test_a_size_of_vllms_that_replaces_kvtier_is_refused_by_the_name_of_both(
+    model_folder: Path, case: str
+) -> None:
+    connector, settings, what = REPLACED[case]
+
+    with pytest.raises(ValueError, match=rf"kv_offloading_size=2.*{what}.*\"cpu_bytes_to_use\": \"2GiB\""):
+        make_config(model_folder, settings, connector, kv_offloading_size=2)
+
+
+@pytest.mark.usefixtures("plugin")
+def test_the_simple_connector_of_vllm_is_named_too(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_USE_SIMPLE_KV_OFFLOAD", "1")
+
+    with pytest.raises(ValueError, match="kv_connector='KVTierConnector' by 'SimpleCPUOffloadConnector'"):
+        make_config(model_folder, SETTINGS, kv_offloading_size=2)
+
+
+@pytest.mark.usefixtures("plugin")
+def test_the_same_size_without_kvtier_is_vllms_own_affair(model_folder: Path) -> None:
+    config = make_config(model_folder, {}, "OffloadingConnector", kv_offloading_size=2)
+
+    assert config.kv_transfer_config.kv_connector_extra_config == {"cpu_bytes_to_use": 2 * 2**30}
+
+
+@pytest.mark.usefixtures("plugin")
+@pytest.mark.parametrize("spec", [{}, {"spec_name": "CPUOffloadingSpec"}])
+@pytest.mark.parametrize("connector", ["KVTierConnector", "OffloadingConnector"])
+def test_a_spec_that_knows_no_tiers_is_refused_beside_tiers_of_kvtier(
+    model_folder: Path, connector: str, spec: dict[str, object]
+) -> None:
+    tiers = {
+        "KVTierConnector": [{"type": "fs", "root_dir": "/kv", "capacity_bytes": "1GiB"}],
+        "OffloadingConnector": [{"type": "FS", "module_path": "kvtier.engines.vllm.tiers"}],
+    }
+    settings = SETTINGS | spec | {"secondary_tiers": tiers[connector]}
+    if connector == "KVTierConnector" and not spec:
+        make_config(model_folder, settings, connector)  # the tiers imply the spec
+        return
+
+    with pytest.raises(ValueError, match=r"spec_name='CPUOffloadingSpec'.*TieringOffloadingSpec"):
+        make_config(model_folder, settings, connector)
+
+
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM does so on CPUs")
 @pytest.mark.usefixtures("plugin")
 def test_where_vllm_has_switched_prefix_caching_off_the_refusal_says_so(tmp_path: Path) -> None:
@@ -167,24 +234,33 @@ import os
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from vllm import LLM
 try:
-    LLM({model!r}, skip_tokenizer_init=True, dtype="float32", max_model_len=256, kv_transfer_config={config!r})
+    LLM({model!r}, skip_tokenizer_init=True, dtype="float32", max_model_len=256, kv_transfer_config={config!r},
+        **{more!r})
 except Exception as error:
     print("REFUSED", type(error).__name__, error)
 """
 
 
-def test_a_misspelled_tier_ends_a_start_that_has_no_weights_to_read_through_the_entry_point_alone(
-    model_folder: Path, tmp_path: Path
+ENDED: dict[str, tuple[dict[str, object], dict[str, object], str]] = {
+    "a misspelled tier": ({"secondary_tiers": [{"type": "ffs"}]}, {}, "did you mean 'fs'"),
+    "a size that replaces kvtier": ({}, {"kv_offloading_size": 2}, "replace kv_connector='KVTierConnector'"),
+}
+
+
+@pytest.mark.parametrize("case", ENDED)
+def test_a_start_that_has_no_weights_to_read_ends_through_the_entry_point_alone(
+    model_folder: Path, tmp_path: Path, case: str
 ) -> None:
+    settings, more, message = ENDED[case]
     bare = tmp_path / "no-weights"
     bare.mkdir()
     (bare / "config.json").write_text((model_folder / "config.json").read_text())
     config = {
         "kv_connector": "KVTierConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": SETTINGS | {"secondary_tiers": [{"type": "ffs"}]},
+        "kv_connector_extra_config": SETTINGS | settings,
     }
-    program = START.format(model=str(bare), config=config)
+    program = START.format(model=str(bare), config=config, more=more)
     environment = os.environ | {
         "PYTHONPATH": install_entry_points(tmp_path / "installed"),
         "VLLM_NO_USAGE_STATS": "1",
@@ -201,5 +277,5 @@ def test_a_misspelled_tier_ends_a_start_that_has_no_weights_to_read_through_the_
     )
 
     assert "REFUSED ValidationError" in ended.stdout
-    assert "did you mean 'fs'" in ended.stdout
+    assert message in ended.stdout
     assert "Loading weights" not in ended.stdout + ended.stderr

@@ -78,6 +78,11 @@ def test_a_value_that_cannot_work_is_refused_with_a_remedy(setting: str, value: 
     assert caught.value.setting == setting
 
 
+def test_a_time_for_searches_that_never_happen_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"negative_ttl_s=5\.0: has no effect with shared=False"):
+        parse(shared=False, negative_ttl_s=5.0)
+
+
 def test_capacity_for_exactly_one_block_is_enough() -> None:
     assert parse(capacity_bytes=ROW_BYTES + 4096).capacity_bytes == ROW_BYTES + 4096
 

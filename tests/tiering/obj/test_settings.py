@@ -63,7 +63,7 @@ def test_good_settings_are_typed() -> None:
     ],
 )
 def test_a_url_and_a_prefix_name_a_target(url: str, prefix: str, target: StoreTarget) -> None:
-    found = parse(url=url, prefix=prefix, endpoint=None, region=None, capacity_bytes=None)
+    found = parse(url=url, prefix=prefix, endpoint=None, ca_file=None, region=None, capacity_bytes=None)
     assert found.target == target
 
 
@@ -142,6 +142,12 @@ def test_a_setting_without_a_meaning_for_the_service_is_refused(url: str, settin
     with pytest.raises(ConfigError, match="leave it out") as caught:
         parse(**({"url": url} | none | {setting: value}))
     assert caught.value.setting == setting
+
+
+@pytest.mark.parametrize("url", ["file:///var/kvtier", "memory://", "http://127.0.0.1:1"])
+def test_certificates_without_tls_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"ca_file='/etc/ca\.pem': has no effect without TLS"):
+        parse(url=url, endpoint=None, region=None, capacity_bytes=None, allow_http=True)
 
 
 def test_a_missing_file_of_certificates_is_refused_when_the_tier_is_built() -> None:

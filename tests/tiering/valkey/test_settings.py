@@ -70,5 +70,10 @@ def test_a_cluster_has_one_database() -> None:
         parse(url="redis://:sesame@host/1", cluster=True)
 
 
+def test_a_way_of_renewing_a_time_that_no_block_has_is_refused() -> None:
+    with pytest.raises(ConfigError, match="renew_ttl=False: has no effect with ttl_s=0"):
+        parse(ttl_s=0, renew_ttl=False)
+
+
 def test_settings_do_not_show_the_password() -> None:
     assert "sesame" not in repr(parse(url="redis://eve:sesame@host"))

@@ -10,13 +10,13 @@ import typer
 
 from kvtier.cli.output import STDERR_FD, JsonOption, print_json
 from kvtier.cli.record.child import run_command
+from kvtier.config import TRACE_VARIABLE
 from kvtier.errors import ConfigError, TraceError
 from kvtier.quantities import parse_bytes
 from kvtier.recording.recorder import (
     MAX_BYTES_VARIABLE,
     MIN_BYTES,
     SALT_FILE_VARIABLE,
-    TRACE_VARIABLE,
 )
 from kvtier.recording.trace_file import MAX_NUMBER, TraceFile, numbered
 from kvtier.recording.trace_line import TraceEnd

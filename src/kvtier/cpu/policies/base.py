@@ -1,8 +1,8 @@
 """The contract of an eviction policy, and the block that managers and policies share.
 
 A policy decides which held block to evict next. It reads ``ref_cnt`` and never writes it: slots and pins belong to the
-manager's block table. Six methods are abstract; the others have defaults in terms of those six, which a
-policy overrides where it can be faster or stricter.
+manager's block table. Five methods are abstract; the others have defaults, which a policy overrides where it can be
+faster or stricter.
 
 Source: the contract follows vLLM's ``kv_offload/cpu/policies``, pull request 37874.
 """
@@ -87,9 +87,13 @@ class CachePolicy(ABC):
             The evicted blocks, in eviction order; None, with nothing changed, when fewer than ``n`` can be evicted.
         """
 
-    @abstractmethod
-    def clear(self) -> None:
-        """Forget everything: held blocks, ghosts, learned state."""
+    def clear(self) -> bool | None:
+        """Forget everything: held blocks, ghosts, learned state.
+
+        Returns:
+            False: not supported. The manager then builds the policy again (``clear_policy``).
+        """
+        return False
 
     def insert_many(self, keys: Iterable[OffloadKey], blocks: Iterable[BlockStatus]) -> None:
         """Hold ``blocks`` under ``keys``, pairwise and in order."""
@@ -97,7 +101,10 @@ class CachePolicy(ABC):
             self.insert(key, block)
 
     def getter(self) -> Callable[[OffloadKey], BlockStatus | None]:
-        """Return the cheapest callable that does what ``get`` does; it stays valid for the policy's life."""
+        """Return the cheapest callable that does what ``get`` does; it stays valid for the policy's life.
+
+        A policy that overrides this overrides ``clear`` too.
+        """
         return self.get
 
     def check(self, held: Mapping[OffloadKey, BlockStatus]) -> None:
@@ -143,6 +150,23 @@ class IdleListener(ABC):
     @abstractmethod
     def on_idle(self, keys: Iterable[OffloadKey]) -> None:
         """Handle that ``keys``, pinned or in flight before, may have become idle; some may not be held any more."""
+
+
+def clear_policy(policy: CachePolicy, cache_capacity: int) -> bool:
+    """Make a policy forget everything; one that cannot is built again in place, because others refer to the object.
+
+    Args:
+        policy: the policy.
+        cache_capacity: blocks that it can hold.
+
+    Returns:
+        Whether it was built again.
+    """
+    if policy.clear() is not False:
+        return False
+    vars(policy).clear()
+    type(policy).__init__(policy, cache_capacity)
+    return True
 
 
 def check_same_blocks(

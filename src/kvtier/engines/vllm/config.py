@@ -12,13 +12,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec
 
 from kvtier.config import OffloadingConfig, parse_settings
+from kvtier.conflicts import DEFAULT_SPEC, TIERING_SPEC, refuse_conflicts
 from kvtier.cpu.policies import create_cache_policy
 from kvtier.engines.vllm import compat
 from kvtier.engines.vllm.groups import ALIGN_REMEDY, ALIGNED, first_spec, make_kv_groups, mark_replicated
 from kvtier.engines.vllm.host_memory import count_engines, count_host_bytes
 from kvtier.engines.vllm.identity import make_model_identity
 from kvtier.errors import ConfigError, MissingExtraError, ModelError
-from kvtier.factory import DEFAULT_SPEC, TIERING_SPEC
 from kvtier.tenants import make_tenants
 from kvtier.tiering.factory import check_tier_config, require_encryption
 
@@ -211,6 +211,7 @@ def check_settings(extra_config: Mapping[str, Any]) -> None:  # Any: JSON of the
         KVTierError: as ``check_before_start`` of the plug-in.
     """
     settings = parse_settings(extra_config)
+    refuse_conflicts(settings)
     if settings.spec_name not in (None, DEFAULT_SPEC, TIERING_SPEC):
         return
     if settings.cpu_bytes_to_use is None:

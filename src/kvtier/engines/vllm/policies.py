@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy as StockPolicy
 
 from kvtier.base import OffloadKey
 from kvtier.cpu.policies.arc import ARCCachePolicy
-from kvtier.cpu.policies.base import CachePolicy, MoveToFront
+from kvtier.cpu.policies.base import CachePolicy, MoveToFront, clear_policy
 from kvtier.cpu.policies.fifo import FIFOCachePolicy
 from kvtier.cpu.policies.lru import LRUCachePolicy
 from kvtier.cpu.policies.mq import MQCachePolicy
@@ -49,6 +49,7 @@ class KVTierPolicy(StockPolicy):
     def __init__(self, cache_capacity: int, **unknown: object) -> None:
         del unknown
         super().__init__(cache_capacity)
+        self._cache_capacity = cache_capacity
         self.policy = self.policy_class(cache_capacity)
         if not isinstance(self.policy, MoveToFront):
             base = f"{MoveToFront.__module__}.{MoveToFront.__name__}"
@@ -101,7 +102,7 @@ class KVTierPolicy(StockPolicy):
 
     def clear(self) -> None:
         """Forget every block and what was learned."""
-        self.policy.clear()
+        clear_policy(self.policy, self._cache_capacity)
 
 
 class KVTierLRU(KVTierPolicy):

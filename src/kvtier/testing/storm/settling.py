@@ -147,7 +147,7 @@ class Settling:
         if purge.result is None:
             raise BrokenLawError("a purge does not end")
         world.seen["tenant purged"] += 1
-        if world.manager.primary.manager.count_held(number):
+        if world.manager.primary_tier.count_held(number):
             raise BrokenLawError("a purge has left blocks of its tenant in host memory")
         for tier, name, keys, is_safe in zip(world.tiers, world.event_names, found, are_safe, strict=True):
             if tier.get_tier_type() in purge.result.unable:  # two tiers of one type share the name

@@ -150,7 +150,7 @@ class World:
         rng = self.rng
         self.engine.step(rng.choice([4, 8, 16, 64]))
         self.router.read(self.engine.scheduler.take_events())
-        self.router.check_host(self.manager.primary.table)
+        self.router.check_host(self.manager.primary_tier.table)
         self.threads.run(rng.choice([0, 4, 20, 60, 60]))
         self.clock.advance(rng.choice([0.0, 0.01, 0.1, 0.5]))
 
@@ -376,7 +376,7 @@ class World:
             ttl_s=ttl_s,
             tenants=self.tenancy.tenants,
         )
-        self.host_watch = HostWatch(primary.manager, self.tenancy.tenants, row_bytes, ttl_s, self.clock)
+        self.host_watch = HostWatch(primary, self.tenancy.tenants, row_bytes, ttl_s, self.clock)
         self.tiers: list[WatchedTier] = []
         order = list(self.places)
         rng.shuffle(order)

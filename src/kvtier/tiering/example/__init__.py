@@ -14,6 +14,7 @@ from typing import ClassVar
 from kvtier.base import Locality, OffloadKey, ReqContext, get_offload_tenant
 from kvtier.config import OffloadingConfig
 from kvtier.cpu.policies import BlockStatus, CachePolicy, create_cache_policy
+from kvtier.cpu.policies.base import clear_policy
 from kvtier.cpu.policies.learning import RequestLearner, make_arrived
 from kvtier.departed import Loss, make_losses
 from kvtier.errors import InvariantError, TierError
@@ -99,7 +100,9 @@ class ExampleSecondaryTier(
         self.blocks: OrderedDict[OffloadKey, bytes] = OrderedDict()
         self.completed_jobs: list[JobResult] = []
         self._clock = clock
-        self._order = KeyOrder(create_cache_policy(settings.policy or DEFAULT_POLICY, self.max_blocks))
+        self._order = KeyOrder(
+            create_cache_policy(settings.policy or DEFAULT_POLICY, self.max_blocks), self.max_blocks
+        )
         self._begun: list[JobMetadata] = []
         # One more than is reported, which shows that some were forgotten. Without events none is recorded.
         self._evicted: deque[OffloadKey] = deque(
@@ -250,10 +253,12 @@ class KeyOrder:
 
     Args:
         policy: the policy, empty.
+        max_blocks: keys that it can hold.
     """
 
-    def __init__(self, policy: CachePolicy) -> None:
+    def __init__(self, policy: CachePolicy, max_blocks: int) -> None:
         self._policy = policy
+        self._max_blocks = max_blocks
 
     def insert(self, key: OffloadKey) -> None:
         """Order a key, or mark it as used when it is there already."""
@@ -286,7 +291,7 @@ class KeyOrder:
 
     def clear(self) -> None:
         """Forget everything."""
-        self._policy.clear()
+        clear_policy(self._policy, self._max_blocks)
 
 
 def _rows_of(job: JobMetadata, primary_kv_view: memoryview) -> Iterable[memoryview]:

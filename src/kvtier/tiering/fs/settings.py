@@ -45,7 +45,11 @@ def parse_file_mode(name: str, value: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FSSettings:
-    """What the user set for the tier; each field says what it is."""
+    """What the user set for the tier; each field says what it is.
+
+    Raises:
+        ConfigError: two settings do not fit together.
+    """
 
     root_dir: Path = field(
         metadata=setting(
@@ -101,6 +105,13 @@ class FSSettings:
             "[usable cores](troubleshooting.md#cores)"
         ),
     )
+
+    def __post_init__(self) -> None:
+        if not self.shared and self.negative_ttl_s != DEFAULT_NEGATIVE_TTL_S:
+            remedy = (
+                "has no effect with shared=False, which never searches the disk: leave one of the two out"
+            )
+            raise ConfigError("negative_ttl_s", self.negative_ttl_s, remedy)
 
 
 def require_capacity(settings: FSSettings, block_bytes: int) -> None:

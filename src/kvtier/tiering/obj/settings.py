@@ -151,20 +151,28 @@ class ObjSettings:
             raise ConfigError("endpoint", self.endpoint, remedy)
         if target.service is not Service.S3 and self.region is not None:
             raise ConfigError("region", self.region, "has a meaning for s3:// only: leave it out")
-        if target.service is Service.HTTP and self.capacity_bytes is not None:
-            remedy = "cannot be kept where nothing can be listed: leave it out"
-            raise ConfigError("capacity_bytes", self.capacity_bytes, remedy)
-        if self.ttl_s is not None and target.service is Service.HTTP:
-            remedy = (
-                "cannot be kept where nothing can be listed: leave it out, or use the server's own life cycle"
-            )
-            raise ConfigError("ttl_s", self.ttl_s, remedy)
+        for name in ("capacity_bytes", "ttl_s"):
+            if target.service is Service.HTTP and getattr(self, name) is not None:
+                remedy = "cannot be kept where nothing can be listed: leave it out, or use the server's own life cycle"
+                raise ConfigError(name, getattr(self, name), remedy)
         if self.ttl_s is not None and self.blocks_per_object > 1:
             remedy = "cannot be kept by blocks that share an object: leave blocks_per_object out"
             raise ConfigError("ttl_s", self.ttl_s, remedy)
         if self.endpoint is not None:
             server = parse_server("endpoint", self.endpoint, is_http_allowed=self.allow_http)
             object.__setattr__(self, "endpoint", server)
+        require_tls(self.ca_file, self.endpoint or self.url)
+
+
+def require_tls(ca_file: Path | None, server: str) -> None:
+    """Refuse certificates for a server that is not reached by TLS. Pure.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    if ca_file is not None and server.startswith(("http:", "file:", "memory:")):
+        remedy = "has no effect without TLS: use https://, or leave it out"
+        raise ConfigError("ca_file", str(ca_file), remedy)
 
     def list_reach(self) -> dict[str, object]:
         """Return the settings that it takes to reach the objects, without those that have their default. Pure."""

@@ -130,6 +130,11 @@ class ValkeySettings:
     def __post_init__(self) -> None:
         if self.cluster and self.url.database:
             raise ConfigError("url", f".../{self.url.database}", "a cluster is used with database 0 only")
+        if not (self.renew_ttl or self.ttl_s):
+            remedy = (
+                "has no effect with ttl_s=0, with which blocks do not expire: leave it out, or give ttl_s"
+            )
+            raise ConfigError("renew_ttl", self.renew_ttl, remedy)
         if self.ca_file is None:
             return
         if not self.url.is_tls:
