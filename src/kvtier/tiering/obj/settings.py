@@ -163,17 +163,6 @@ class ObjSettings:
             object.__setattr__(self, "endpoint", server)
         require_tls(self.ca_file, self.endpoint or self.url)
 
-
-def require_tls(ca_file: Path | None, server: str) -> None:
-    """Refuse certificates for a server that is not reached by TLS. Pure.
-
-    Raises:
-        ConfigError: there are some.
-    """
-    if ca_file is not None and server.startswith(("http:", "file:", "memory:")):
-        remedy = "has no effect without TLS: use https://, or leave it out"
-        raise ConfigError("ca_file", str(ca_file), remedy)
-
     def list_reach(self) -> dict[str, object]:
         """Return the settings that it takes to reach the objects, without those that have their default. Pure."""
         default = {
@@ -185,6 +174,17 @@ def require_tls(ca_file: Path | None, server: str) -> None:
         }
         reach = {name: getattr(self, name) for name, value in default.items() if getattr(self, name) != value}
         return {"url": self.url, **reach}
+
+
+def require_tls(ca_file: Path | None, server: str) -> None:
+    """Refuse certificates for a server that is not reached by TLS. Pure.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    if ca_file is not None and server.startswith(("http:", "file:", "memory:")):
+        remedy = "has no effect without TLS: use https://, or leave it out"
+        raise ConfigError("ca_file", str(ca_file), remedy)
 
 
 def require_capacity(settings: ObjSettings, block_bytes: int) -> None:
