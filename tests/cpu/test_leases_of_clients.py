@@ -183,6 +183,16 @@ def test_a_pin_that_ends_leaves_its_part_of_the_quota_to_the_tenants_next() -> N
     assert manager.stats()["primary.leased_blocks"] == 4
 
 
+def test_tenants_with_names_that_were_made_up_pin_no_more_together_and_leave_nothing_behind() -> None:
+    manager = make_with_tenants()
+    for number in range(40):
+        serve(manager, f"r{number}", keys_of_tenant(f"made-up-{number}", 0, 2), pin_s=86_400)
+    assert manager.stats()["primary.leased_blocks"] == 15
+    manager.check()  # counts of tenants are of those with pins alone
+    manager.unpin(None)
+    manager.check()
+
+
 def test_pins_that_are_declined_are_said_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     manager = CPUOffloadingManager(100, clock=ManualClock())
     for number in range(3):

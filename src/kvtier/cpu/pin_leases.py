@@ -103,7 +103,9 @@ class PinLeases:
         self._note_refused(len(distinct) - len(pinned), len(distinct))
         end_s = self._clock() + lease_s
         self._hold(pinned, end_s)
-        self._num_of_tenant[tenant] += sum(key not in self.client_ends_s for key in pinned)
+        if num_new := sum(key not in self.client_ends_s for key in pinned):
+            # Only then: a tenant whose pins are all declined leaves nothing here, whatever names clients make up.
+            self._num_of_tenant[tenant] += num_new
         for key in pinned:
             self.client_ends_s[key] = max(end_s, self.client_ends_s.get(key, end_s))
 
@@ -149,7 +151,7 @@ class PinLeases:
         for key, end_s in self.client_ends_s.items():
             if self.ends_s.get(key, -NEVER_S) < end_s:
                 raise InvariantError(f"a request's lease of {key.hex()} outlasts its hold")
-        if +self._num_of_tenant != Counter(map(get_offload_tenant, self.client_ends_s)):
+        if dict(self._num_of_tenant) != dict(Counter(map(get_offload_tenant, self.client_ends_s))):
             raise InvariantError("the leases of tenants are not those of requests")
 
     def _hold(self, keys: Collection[OffloadKey], end_s: float) -> None:

@@ -1,5 +1,6 @@
 """Storms: no law is broken, a seed replays exactly, a failure is found, made shorter and reported with its command."""
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -138,3 +139,18 @@ def test_the_weather_of_a_place_is_the_storms(capsys: pytest.CaptureFixture[str]
     assert seen
     assert seen[0].wall_clock() > 0
     assert capsys.readouterr().out == ""
+
+
+def test_after_a_storm_what_is_logged_reaches_the_log_again(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("kvtier.of_this_test")
+
+    class Speaking(_WrongPlace):
+        def build(
+            self, config: OffloadingConfig, view: memoryview, settings: TierSettings
+        ) -> SecondaryTierManager:
+            logger.warning("not while the storm lasts")
+            return ExampleSecondaryTier(config, view, 40, settings=settings)
+
+    run_episode(Episode(2, 40, tiers=("mine",)), {"mine": Speaking})
+    logger.warning("after it")
+    assert caplog.messages == ["after it"]

@@ -277,7 +277,7 @@ def _state_of(world: World, stats: Mapping[str, float]) -> str:
 def _simulated(world: World, packages: Sequence[str], seed: int) -> Iterator[None]:
     """Install simulated threads, clocks and servers, and keep what threads log; everything is put back."""
     logger = logging.getLogger("kvtier")
-    before = logger.level, logger.propagate
+    level, propagate = logger.level, logger.propagate
     replaced: list[tuple[object, str, object]] = []
     with ExitStack() as stack:
         stack.enter_context(adapter_loaded())
@@ -300,5 +300,7 @@ def _simulated(world: World, packages: Sequence[str], seed: int) -> Iterator[Non
             for module, name, original in replaced:
                 setattr(module, name, original)
             logger.removeHandler(world.errors)
-            logger.level, logger.propagate = before
+            # Not the attribute alone: loggers below remember what they would log until this is called.
+            logger.setLevel(level)
+            logger.propagate = propagate
             gc.collect(0)
