@@ -132,7 +132,7 @@ def test_a_tier_without_room_loses_blocks_at_once(
     driver.step()
     driver.step()
     assert driver.manager.drain(10.0).num_lost_blocks == 2
-    assert "had no room for 2: give it more capacity" in warnings_in(caplog)[0]
+    assert "did not take 2: it has no room, so give it more capacity" in warnings_in(caplog)[0]
     driver.evict_everything()
     assert reason_of(driver, 0) == (MissCause.NOT_STORED, "example", "no_room")
 

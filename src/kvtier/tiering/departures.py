@@ -77,8 +77,8 @@ LOSSES = MappingProxyType(
             "the lines about this tier in the log name the error",
         ),
         TierDeparture.NO_ROOM: (
-            "tier {tier} had no room for {num}: {remedy}",
-            "give it more capacity, or free its disk",
+            "tier {tier} did not take {num}: {remedy}",
+            "it has no room, so give it more capacity or free its disk, or no key of their tenant, which the log says",
         ),
     }
 )

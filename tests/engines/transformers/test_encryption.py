@@ -200,5 +200,5 @@ def test_nothing_is_read_of_a_tenant_whose_key_was_dropped(site: Site, tokens: l
     }
     result = site.run(engine, "bob")
     assert (result.sources, result.tokens) == ({"fs": 72, "computed": 3}, tokens)
-    assert engine.drain(WAIT_S)
+    assert engine.drain(WAIT_S).has_ended
     assert site.files() == before
