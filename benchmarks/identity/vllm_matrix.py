@@ -156,7 +156,7 @@ def _of_one_worker() -> list[Change]:
         ),
         Change("settings", "seed of the hashes", environment={"PYTHONHASHSEED": "1"}, key=None),
         Change("settings", "tenant", settings={"tenant_salt": "b"}),
-        Change("settings", "the checkpoint in another folder", key={"model_name": "/other"}),
+        Change(UNCHANGED, "the checkpoint in another folder", key={"model_name": "/other"}, is_found=True),
         Change("settings", "adapters are allowed", arguments=ADAPTERS),
         Change(
             "parallelism",

@@ -81,7 +81,20 @@ def test_what_each_tenant_has_is_added_up() -> None:
     ]
 
 
-def test_the_words_of_an_identity_name_rope_window_quantisation_and_tenant() -> None:
+ROTATED = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "sliding_window": 4096}
+
+CONFIGS: dict[str, dict[str, object]] = {
+    "below a role": {"model": ROTATED | {"quantization_config": {"quant_method": "awq"}}},
+    "vLLM's fields by name": {
+        "model_config.hf_text_config": ROTATED,
+        "model_config.quantization": "awq",
+        "model_config.hf_config": {"text_config": ROTATED},
+    },
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_the_words_of_an_identity_name_rope_window_quantisation_and_tenant(config: dict[str, object]) -> None:
     document = {
         "layout_version": 1,
         "engine": "vllm",
@@ -89,13 +102,8 @@ def test_the_words_of_an_identity_name_rope_window_quantisation_and_tenant() -> 
         "model": {
             "name": "m",
             "dtype": "bfloat16",
-            "config": {
-                "model": {
-                    "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
-                    "sliding_window": 4096,
-                    "quantization_config": {"quant_method": "awq"},
-                }
-            },
+            "weights": "blake3-of-every-byte:5a",
+            "config": config,
         },
         "groups": [{"block_size_tokens": 16}, {"block_size_tokens": 32}],
         "world_size": 2,
@@ -105,7 +113,7 @@ def test_the_words_of_an_identity_name_rope_window_quantisation_and_tenant() -> 
     words = ", ".join(describe(parse_document(json.dumps(document))))
     for part in (
         "rope yarn factor 4.0", "window 4096", "quantisation awq", "tenant 4f4e", "after a reset",
-        "2 KV groups of 16/32 tokens", "2 workers", "KV fp8",
+        "2 KV groups of 16/32 tokens", "2 workers", "KV fp8", "weights blake3-of-every-byte:5a",
     ):  # fmt: skip
         assert part in words
 

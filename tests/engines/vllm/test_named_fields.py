@@ -203,7 +203,8 @@ def test_what_once_led_to_wrong_answers_separates(whole: VllmConfig, change: Cha
     config = copy.deepcopy(whole)
     change(config)
 
-    assert names_of(config) != names_of(whole)
+    # The configuration alone: bytes that a change leaves unread have another name anyway.
+    assert names_of(config)[0] != names_of(whole)[0]
 
 
 ROPES: dict[str, tuple[dict[str, object], bool]] = {

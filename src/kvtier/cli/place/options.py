@@ -176,6 +176,8 @@ def describe(document: Document) -> list[str]:
     revision = str(model.get("revision") or "")
     if revision:
         parts.append(f"revision {revision[:48]}")
+    if model.get("weights"):
+        parts.append(f"weights {str(model['weights'])[:48]}")
     parts += [
         f"{words} {config[name]}" for name, words in CONFIG_WORDS.items() if config.get(name) not in NO_WORDS
     ]
@@ -202,6 +204,7 @@ CONFIG_WORDS = {
     "sliding_window": "window",
     "quantization_config.quant_method": "quantisation",
     "vllm_quantization": "quantisation",
+    "quantization": "quantisation",
 }
 """Values of a model's configuration that are named -> in which words."""
 
@@ -212,11 +215,14 @@ NO_WORDS = (None, "", "None", "null")
 
 
 def _flattened(config: Any) -> dict[str, str]:  # noqa: ANN401  # Any: JSON from a disk
-    """Return the values that are named, found at the top or below the role that an engine puts in front."""
+    """Return the values that are named, found at the top or below the section that an engine puts in front."""
     if not isinstance(config, dict):
         return {}
     found: dict[str, str] = {}
-    for level in (config, config.get("model"), config.get("text_config")):
+    section = "model_config."  # vLLM's
+    of_vllm = {name.removeprefix(section): one for name, one in config.items() if name.startswith(section)}
+    levels = (config, config.get("model"), config.get("text_config"), of_vllm.get("hf_text_config"), of_vllm)
+    for level in levels:
         if not isinstance(level, dict):
             continue
         for name in CONFIG_WORDS:
