@@ -256,8 +256,9 @@ def list_older(documents: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
 def row_bytes_of(document: str) -> int | None:
     """Return the bytes of one block that a namespace's document names; None where it names none. Pure."""
     num_bytes = parse_document(document).get("row_stride_bytes")
-    is_whole = isinstance(num_bytes, int) and not isinstance(num_bytes, bool)
-    return num_bytes if is_whole and 0 < num_bytes < 2**50 else None
+    if not isinstance(num_bytes, int) or isinstance(num_bytes, bool):
+        return None
+    return num_bytes if 0 < num_bytes < 2**50 else None
 
 
 def amount_in_words(num_bytes: float) -> str:
