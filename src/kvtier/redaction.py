@@ -104,11 +104,19 @@ def _redact(setting: str, value: object, depth: int) -> object:
     if isinstance(value, int | float):
         return value
     if _ADDRESS_NAME.search(setting):
-        if isinstance(value, str | PurePath) and _is_plain_address(str(value)):
-            return value
-        return _redact_text(value) if isinstance(value, str) and _CLEAR_URL.fullmatch(value) else HIDDEN
+        return _redact_address(value)
     if _SECRET_FILE_NAME.search(setting):
         return value if str(value).startswith(("/", "~/")) else HIDDEN
+    return _redact_within(value, depth)
+
+
+def _redact_address(value: object) -> object:
+    if isinstance(value, str | PurePath) and _is_plain_address(str(value)):
+        return value
+    return _redact_text(value) if isinstance(value, str) and _CLEAR_URL.fullmatch(value) else HIDDEN
+
+
+def _redact_within(value: object, depth: int) -> object:
     if isinstance(value, str):
         return _redact_text(value)
     if isinstance(value, bytes | bytearray | PurePath):

@@ -27,7 +27,6 @@ from kvtier.namespace import (
     parse_document,
     tag_tenant,
 )
-from kvtier.redaction import redact
 from kvtier.tiering.kit.place import Place, PlaceNamespace
 
 MAX_SHOWN = 6
@@ -95,10 +94,11 @@ def check_namespaces(
     documents = {one: found for one in place.namespaces() if (found := read_document(one)) is not None}
     older = [one for one, document in documents.items() if is_older_layout(document)]
     if older:
-        where = shlex.quote(place.where) if redact("PLACE", place.where) == place.where else "PLACE"
+        # Of a URL more may be needed than it says: a prefix, an endpoint, a password.
+        where = shlex.quote(place.where) if place.where.startswith("/") else "PLACE"
         has = "is" if len(older) == 1 else "are"
-        found = f"{counted(len(older), 'namespace')} {has} of an older layout and not readable: "
-        yield Check(subject, CheckResult.NOTE, f"{found}kvtier purge {where} --older-layouts")
+        said = f"{counted(len(older), 'namespace')} {has} of an older layout and not readable: "
+        yield Check(subject, CheckResult.NOTE, f"{said}kvtier purge {where} --older-layouts")
     readable = {one: found for one, found in documents.items() if found["layout_version"] == LAYOUT_VERSION}
     compared = [(compare(known.document, found, is_encrypting), one) for one, found in readable.items()]
     if compared:

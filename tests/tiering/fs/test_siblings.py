@@ -95,8 +95,8 @@ def test_what_an_upgrade_left_behind_is_said_once_with_its_size_and_what_removes
 
     (record,) = (one for one in caplog.records if one.levelno == logging.WARNING)
     line = record.getMessage()
-    assert "tier fs: 0.2 GB of an older layout" in line
-    assert f"in 2 namespaces: they are not readable and {FSSiblings.fate}" in line
+    assert "tier fs: 190.7 MiB of an older layout" in line
+    assert f"2 namespaces: its blocks are not readable and {FSSiblings.fate}" in line
     found = siblings.explain(KEYS[4])
     assert found is not None
     assert remedy_of(found) == OTHER_LAYOUT_REMEDY

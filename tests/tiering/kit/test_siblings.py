@@ -1,11 +1,12 @@
 """Where a look costs round trips it is bounded: a few blocks, a few siblings, and pauses after looks in vain."""
 
+import json
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from kvtier.base import OffloadKey
 from kvtier.errors import TierError
-from kvtier.namespace import Namespace, make_namespace
+from kvtier.namespace import LAYOUT_VERSION, Namespace, make_namespace
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_driver import key_of, make_config
 from kvtier.tiering.kit.siblings import (
@@ -118,3 +119,13 @@ def test_of_many_namespaces_those_that_differ_least_are_looked_into() -> None:
     assert len(found) == MAX_SIBLINGS
     assert found[0].name == OTHER.name
     assert found[0].miss.detail["model.dtype"] == "float16 (here bfloat16)"
+
+
+def test_siblings_of_an_older_layout_come_behind_those_that_can_be_read() -> None:
+    older = json.dumps(json.loads(OWN.document) | {"layout_version": LAYOUT_VERSION - 1})
+    near = identity_of(dtype="x", revision="r")
+    documents = [(f"{number:032x}", older) for number in range(MAX_SIBLINGS + 2)]
+    found = describe_siblings("obj", OWN, [*documents, (near.name, near.document)])
+
+    assert [one.has_other_layout for one in found] == [False] + [True] * (MAX_SIBLINGS - 1)
+    assert found[0].name == near.name

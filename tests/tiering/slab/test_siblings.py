@@ -58,7 +58,7 @@ def test_what_an_upgrade_left_in_a_slab_is_said_with_its_size_and_what_removes_i
     assert not second.lookup(2)
     (line,) = (text for text in caplog.messages if "older layout" in text)
     size = amount_in_words(2 * SlabGeometry(ROW_BYTES, 0).slot_bytes)
-    assert line.startswith(f"tier slab: {size} of an older layout (here {LAYOUT_VERSION}) in 1 namespaces")
+    assert line.startswith(f"tier slab: {size} of an older layout (here {LAYOUT_VERSION}), 1 namespace: ")
     assert line.endswith(f"kvtier purge {path} --older-layouts")
     assert not [text for text in caplog.messages if "holds nothing here" in text]
     end(second)

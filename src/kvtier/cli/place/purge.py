@@ -176,8 +176,7 @@ def purge_place(
         known = found.namespaces()
         number = None if tenant is None else find_tenant(found, known, tenant, salt)
         names = choose(known, namespace, tenant if number is None else None)
-        if older_layouts:
-            names = tuple(name for name in names_of_older_layouts(known) if names is None or name in names)
+        names = keep_older_layouts(known, names) if older_layouts else names
         selection = make_selection(known, names, None if age_s is None else time.time() - age_s, number)
         began_s = time.monotonic()
         removed = measure(found, selection) if dry_run else remove(found, selection)
@@ -240,12 +239,11 @@ def choose(
     return chosen if names is None else tuple(name for name in names if name in chosen)
 
 
-def names_of_older_layouts(known: Sequence[PlaceNamespace]) -> tuple[str, ...]:
-    """Return the namespaces whose documents say that this version cannot read them, because it is newer. Pure."""
+def keep_older_layouts(known: Sequence[PlaceNamespace], names: tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return those of some namespaces, None for all, that an older kvtier wrote and this one cannot read. Pure."""
+    documents = {one.name: read_document(one) for one in known if names is None or one.name in names}
     return tuple(
-        one.name
-        for one in known
-        if (document := read_document(one)) is not None and is_older_layout(document)
+        name for name, document in documents.items() if document is not None and is_older_layout(document)
     )
 
 

@@ -256,13 +256,14 @@ def list_older(documents: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
 def row_bytes_of(document: str) -> int | None:
     """Return the bytes of one block that a namespace's document names; None where it names none. Pure."""
     num_bytes = parse_document(document).get("row_stride_bytes")
-    is_whole = isinstance(num_bytes, int) and not isinstance(num_bytes, bool)
-    return num_bytes if is_whole and 0 < num_bytes < 2**50 else None
+    if not isinstance(num_bytes, int) or isinstance(num_bytes, bool):
+        return None
+    return num_bytes if 0 < num_bytes < 2**50 else None
 
 
 def amount_in_words(num_bytes: float) -> str:
-    """Return a number of bytes as operators read it: "1.5 GB". Pure."""
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
+    """Return a number of bytes as ``kvtier inspect`` shows it: "1.5 GiB". Pure."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def log_older_layouts(tier: str, amount: str, num_namespaces: int, fate: str, where: str) -> None:
@@ -276,12 +277,13 @@ def log_older_layouts(tier: str, amount: str, num_namespaces: int, fate: str, wh
         where: the place, as commands take it.
     """
     logger.warning(
-        "tier %s: %s of an older layout (here %d) in %d namespaces: they are not readable and %s; to remove them now: "
-        "kvtier purge %s --older-layouts",
+        "tier %s: %s of an older layout (here %d), %d namespace%s: its blocks are not readable and %s; to remove them "
+        "now: kvtier purge %s --older-layouts",
         tier,
         amount,
         LAYOUT_VERSION,
         num_namespaces,
+        "" if num_namespaces == 1 else "s",
         fate,
         shlex.quote(where),
     )
