@@ -374,3 +374,15 @@ def test_a_new_process_whose_model_is_in_another_state_finds_none_of_the_blocks(
                 {"fs": NUM_SHARED, "computed": 3} if time else {"computed": len(prompt)}
             )
             engine.shutdown()
+
+
+def test_a_change_waits_until_a_tier_that_takes_one_block_at_a_time_has_those_of_before(
+    model: LlamaForCausalLM, prompt: list[int], make_engine: MakeEngine, settings: Settings
+) -> None:
+    settings["secondary_tiers"][0]["max_in_flight_store_bytes"] = 4096
+    engine = make_engine(model, extra_config=settings)
+    engine.run(prompt, 1)
+    adapters.set_adapter(model, "b")
+    engine.run(prompt, 1)
+    adapters.set_adapter(model, "a")
+    assert engine.run(prompt, 1).sources == {"fs": NUM_SHARED, "computed": 3}

@@ -1,6 +1,7 @@
 """A look sees every change that torch counts, and none that a model's own passes make."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,12 +111,18 @@ class Counting(torch.nn.Module):
 def test_what_a_model_s_own_passes_change_is_neither_named_nor_a_change(
     prompt: list[int],
     make_engine: Any,  # noqa: ANN401 - the fixture's type is another module's
+    tmp_path: Path,
 ) -> None:
     model: Any = make_llama()
     model.model.layers[0].mlp = Counting(model.model.layers[0].mlp)
-    engine = make_engine(model, extra_config={"cpu_bytes_to_use": "2MiB"})
+    tier = {"type": "fs", "root_dir": str(tmp_path / "fs"), "capacity_bytes": "64MiB"}
+    settings = {"cpu_bytes_to_use": "2MiB", "secondary_tiers": [tier]}
+    engine = make_engine(model, extra_config=settings)
     engine.run(prompt, 1)
     assert engine.run(prompt, 1).sources == {"device": 72, "computed": 3}
+    engine.shutdown()
+    # The next engine's model has counted more passes.
+    assert make_engine(model, extra_config=settings).run(prompt, 1).sources == {"fs": 72, "computed": 3}
 
 
 class Growing(torch.nn.Module):

@@ -14,6 +14,9 @@ from kvtier.errors import ModelError
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
+"""peft says that a model of before is wrapped again, and that weights which are merged round."""
+
 NUM_NEW_TOKENS = 6
 NUM_SHARED = 72
 """Tokens of the prompt's full blocks."""
