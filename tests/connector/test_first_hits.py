@@ -79,9 +79,9 @@ def test_blocks_that_an_engine_finds_wrong_from_its_start_are_found_out(engines:
     assert engine.stat("wrong_blocks") == 2
 
 
-@pytest.mark.parametrize("settings", [{"audit_ratio": 0}, {"audit_ratio": 0.0}])
-def test_without_a_ratio_none_is_audited(engines: list[AuditedEngine], settings: dict[str, object]) -> None:
-    engines.append(engine := AuditedEngine(audits_first_hits=True, **settings))
+@pytest.mark.parametrize("ratio", [0, 0.0])
+def test_without_a_ratio_none_is_audited(engines: list[AuditedEngine], ratio: float) -> None:
+    engines.append(engine := AuditedEngine(audits_first_hits=True, audit_ratio=ratio))
     engine.serve(PROMPTS[0])
 
     assert [engine.serve(PROMPTS[0]) for _ in range(NUM_FIRST_HITS)] == [8] * NUM_FIRST_HITS

@@ -335,6 +335,7 @@ def test_what_the_manager_knows_of_a_block_outweighs_that_a_request_kept_it_from
     first = FakeRequest("a", PROMPT, {"skip_store": True})
     bench.begin(first)
     bench.compute(first)
+    first.tokens.append(99)
     bench.half.request_finished(first)
     bench.begin(FakeRequest("b", PROMPT))
 
