@@ -231,9 +231,8 @@ class Settings:
     metrics_port: int | None = None
     metrics_host: str = DEFAULT_METRICS_HOST
     encryption: EncryptionSettings | None = None
-    secondary_tiers: tuple[Mapping[str, Any], ...] = field(
-        default=(), repr=False
-    )  # Any: each tier checks its own
+    # Any: each tier checks its own
+    secondary_tiers: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
 
 
 def parse_settings(extra_config: Mapping[str, Any]) -> Settings:  # Any: this is where values get types
@@ -360,11 +359,8 @@ class SettingsReader:
     def seconds(self, name: str, default: float) -> float:
         """Return a duration in seconds, zero included."""
         value = self._values.get(name, default)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not 0 <= value <= sys.float_info.max
-        ):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value <= sys.float_info.max:
             raise ConfigError(name, value, "must be a number of seconds, zero or more")
         return float(value)
 
@@ -429,6 +425,7 @@ class OffloadingConfig:
             Equal in every process, so from facts that do not change, not from what is in use.
         engines_per_host: engines that share the memory of this host, such as replicas of one server.
         computes_last_token: whether the engine, when a load has brought a whole prompt, computes its last token again.
+        audits_first_hits: whether a few of the first hits after a start are audited, unless ``audit_ratio`` is 0.
         extra_config: the settings, as the user wrote them.
         settings: the same, parsed.
     """
@@ -453,6 +450,7 @@ class OffloadingConfig:
     engine_host_bytes: int | None = None
     engines_per_host: int = 1
     computes_last_token: bool = False
+    audits_first_hits: bool = False
     # Neither is part of the repr: a tier's URL may carry a password, and a repr goes into logs.
     extra_config: Mapping[str, Any] = field(default_factory=dict, repr=False)  # Any: parsed below
     settings: Settings = field(init=False, repr=False)

@@ -114,6 +114,7 @@ class AuditedEngine:
         settings: of kvtier.
         model: what it computes with.
         num_slots: blocks of host memory.
+        audits_first_hits: whether some of the first hits are audited whatever the ratio.
 
     Attributes:
         clock: the time.
@@ -124,7 +125,14 @@ class AuditedEngine:
         num_hits: requests of which something was found.
     """
 
-    def __init__(self, model: Model = Model(), num_slots: int = 64, **settings: object) -> None:
+    def __init__(
+        self,
+        model: Model = Model(),
+        num_slots: int = 64,
+        *,
+        audits_first_hits: bool = False,
+        **settings: object,
+    ) -> None:
         self.clock = ManualClock()
         self.model = model
         self.compute_s: Callable[[int], float] = lambda num_tokens: 0.0
@@ -136,6 +144,7 @@ class AuditedEngine:
             (KVGroup(HASH_TOKENS, ("layer",), PAGE_BYTES),),
             HASH_TOKENS,
             kv_dtype="torch.bfloat16",
+            audits_first_hits=audits_first_hits,
             extra_config={"cpu_bytes_to_use": num_slots * row_bytes, **settings},
         )
         make_spec = TieringOffloadingSpec if "secondary_tiers" in settings else CPUOffloadingSpec

@@ -19,7 +19,7 @@ from tests.connector.fakes import (
 
 from kvtier.base import OffloadingManager, OffloadKey, ReqContext
 from kvtier.config import GroupKind, KVGroup
-from kvtier.connector.request_records import make_record
+from kvtier.connector.request_records import MAX_RECORDS, make_record
 from kvtier.connector.request_state import EndedRequest
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.cpu.manager import CPUOffloadingManager
@@ -287,6 +287,7 @@ def test_what_one_group_holds_and_another_does_not_is_group_short() -> None:
     short = Miss(MissCause.GROUP_SHORT, "", {"group": 1, "cause": "never_seen"})
     assert state.begun is not None
     assert state.begun.missed == (MissedRun(4, 8, short), MissedRun(12, 4, NEVER_SEEN))
+    assert state.begun.first_key == OffloadKey(hashes[2] + b"\0\0\0\1")  # of the window's last block
     ended = EndedRequest("a", len(PROMPT), state.begun, {"CPU": 4}, None)
     assert make_record(ended).missed[-1] == MissedRun(16, 2, PARTIAL)
 
@@ -310,6 +311,35 @@ def test_blocks_that_a_request_kept_from_being_stored_are_named_for_the_next_one
 
         missed = bench.latest.missed[0].miss
         assert missed == Miss(MissCause.NOT_STORED, "host", {"reason": reason, "ago_s": 7.0})
+
+
+def test_the_last_token_of_an_answer_is_never_computed_so_its_block_was_not_kept_from_being_stored() -> None:
+    bench = Bench(CPUOffloadingManager(16))
+    first = FakeRequest("a", PROMPT[:7], {"skip_store": True})
+    bench.begin(first)
+    bench.compute(first)
+    first.tokens.append(
+        PROMPT[7]
+    )  # the eighth token fills the second block, and its KV is computed by no step
+    bench.half.request_finished(first)
+
+    bench.begin(FakeRequest("b", PROMPT))
+    bench.begin(FakeRequest("c", PROMPT), num_local=4)
+
+    causes = [record.missed[0].miss.cause for record in bench.half.records.latest]
+    assert causes[1:] == [MissCause.NOT_STORED, MissCause.NEVER_SEEN]
+
+
+def test_what_the_manager_knows_of_a_block_outweighs_that_a_request_kept_it_from_being_stored() -> None:
+    bench = Bench(ExplainingManager(EVICTED))
+    first = FakeRequest("a", PROMPT, {"skip_store": True})
+    bench.begin(first)
+    bench.compute(first)
+    first.tokens.append(99)
+    bench.half.request_finished(first)
+    bench.begin(FakeRequest("b", PROMPT))
+
+    assert bench.latest.missed[0].miss == EVICTED
 
 
 def test_blocks_for_which_host_memory_had_no_room_are_named() -> None:
@@ -364,6 +394,7 @@ def test_only_the_latest_records_are_kept_and_all_requests_are_counted() -> None
         bench.begin(request)
         bench.half.request_finished(request)
 
+    assert len(bench.half.records._unread) < MAX_RECORDS  # also while nothing reads them
     assert [record.req_id for record in bench.half.records.latest] == [f"r{n}" for n in range(1500, 2500)]
     assert bench.half.records.num_requests == 2500
     assert sum(bench.half.records.missed_tokens.values()) == 2500 * 18

@@ -1,6 +1,7 @@
 """Computes a few requests although their prefix is held, and compares the two: are hits right, and are they worth it?
 
-A request is drawn at its first search, with the probability ``audit_ratio``. The engine gets the answer that nothing is
+A request is drawn at its first search, with the probability ``audit_ratio``, and of the first hits after a start a few
+more are (``FirstHits``). The engine gets the answer that nothing is
 held and computes it at once. Beside that the audit searches as for any other request, which brings blocks of the tiers
 into host memory, and pins what is found. When a pinned block has been computed, a job compares the two in the workers,
 where a store would copy: it fences device blocks as a store does (``jobs``), and ends with the deviation of each block.
@@ -16,6 +17,7 @@ saves. A request that is drawn does not wait for a tier, so it takes as long as 
 
 import logging
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvtier.base import (
@@ -45,6 +47,13 @@ from kvtier.operating import DroppingManager
 
 logger = logging.getLogger(__name__)
 
+NUM_FIRST_HITS = 64
+"""Hits after a start of which some are audited whatever the ratio: what is wrong with an identity shows in the first
+blocks that are found. More find out later what these would have shown."""
+
+FIRST_HITS_STRIDE = 16
+"""Of so many of them one is audited. Fewer cost more hits at each start."""
+
 MAX_LOGGED_BLOCKS = 20
 """Wrong blocks that are logged by name. More say nothing new: loading has stopped, or ``audit_limit`` is large."""
 
@@ -55,6 +64,47 @@ REMEDY = (
     "Find out what wrote them (log lines of the tiers, kvtier verify PLACE, weights that changed under an old name), "
     "purge the places or take another tenant_salt, then restart, or run kvtier audit --resume"
 )
+
+
+class FirstHits:
+    """Draws one in ``FIRST_HITS_STRIDE`` of the first hits after a start, always the same ones for a seed.
+
+    Whether a request is a hit is known when its search is final. So from the moment on when a draw is due requests are
+    drawn, never two at a time, until one of them is a hit. Used from the scheduler's thread.
+
+    Args:
+        seed: of the draws.
+        num_hits: how many hits are the first ones; 0: none is drawn.
+    """
+
+    def __init__(self, seed: int, num_hits: int) -> None:
+        rng = random.Random(seed)  # noqa: S311 - a sample, no secret
+        starts = range(0, num_hits, FIRST_HITS_STRIDE)
+        self._due = deque(start + rng.randrange(FIRST_HITS_STRIDE) for start in starts)
+        self._drawn: RequestState | None = None
+        self._num_hits = 0
+
+    def draws(self, state: RequestState) -> bool:
+        """Return whether to audit a request that is searched for the first time."""
+        if self._drawn is not None or not self._due or self._num_hits < self._due[0]:
+            return False
+        self._drawn = state
+        return True
+
+    def on_hit(self, state: RequestState) -> None:
+        """Count a hit: one that is loaded, or a drawn request of which something is held, or may be.
+
+        A request that ends before its search counts, or requests that do so would be drawn for ever.
+        """
+        self._num_hits += 1
+        if self._drawn is state:
+            self._drawn = None
+            self._due.popleft()
+
+    def on_miss(self, state: RequestState) -> None:
+        """Let another request be drawn in place of one of which nothing is held."""
+        if self._drawn is state:
+            self._drawn = None
 
 
 class Audit:
@@ -87,6 +137,7 @@ class Audit:
     ) -> None:
         settings: Settings = spec.config.settings
         self._ratio = settings.audit_ratio
+        self._first_hits = FirstHits(settings.audit_seed, NUM_FIRST_HITS * spec.config.audits_first_hits)
         self._limit = settings.audit_limit
         self._rng = random.Random(settings.audit_seed)  # noqa: S311 - a sample, no secret
         self.arms = ControlArm(self._rng)
@@ -134,7 +185,8 @@ class Audit:
         """Return whether the request computes its hit instead of loading it; its first search decides."""
         audit = state.audit
         if audit is None:
-            is_drawn = self._rng.random() < self._ratio and not self.is_stopped
+            is_drawn = self._rng.random() < self._ratio
+            is_drawn = not self.is_stopped and (is_drawn or self._first_hits.draws(state))
             audit = state.audit = AuditState(Arm.AUDITED if is_drawn else Arm.LOADED)
             if is_drawn:
                 self._searching[state.context.req_id] = state
@@ -171,6 +223,7 @@ class Audit:
         if num_external_tokens:
             audit.arm, audit.tier = Arm.LOADED, tier_of(state.load.tokens_by_tier)
             audit.num_tokens = num_external_tokens
+            self._first_hits.on_hit(state)
         if audit.num_tokens or audit.is_open:
             audit.is_watched = True
             self._watched[state.context.req_id] = state
@@ -218,8 +271,10 @@ class Audit:
         if audit.is_watched:
             self._take_time(state, self._clock())
             self._watched.pop(req_id, None)
-        if self._searching.pop(req_id, None) is not None and audit.is_begun:
-            self._settle(state)
+        if self._searching.pop(req_id, None) is not None:
+            self._first_hits.on_hit(state)
+            if audit.is_begun:
+                self._settle(state)
         self._unpin(state)
 
     def on_reset(self) -> None:
@@ -227,6 +282,7 @@ class Audit:
         for state in list(self._comparing.values()):
             self._unpin(state)
         for state in list(self._searching.values()):
+            self._first_hits.on_hit(state)
             self._settle(state)
         self._searching.clear()
         self.condemned.clear()
@@ -258,7 +314,10 @@ class Audit:
             self._locate(state, first_token)
             return
         del self._searching[state.context.req_id]
-        if end_token > first_token:
+        if end_token <= first_token:
+            self._first_hits.on_miss(state)
+        else:
+            self._first_hits.on_hit(state)
             keys = iterate_load_keys(self._layouts, state.keys, first_token, end_token)
             if state.audit is None or state.audit.stored.isdisjoint(keys):
                 self._pin(state, first_token, end_token)

@@ -54,3 +54,25 @@ def test_zeroed_blocks_are_found_and_loads_stop(llama: str) -> None:
 
     assert stats["audit.wrong_blocks"] == 3
     assert stats["audit.loads_stopped"] == 1
+
+
+def test_of_the_first_hits_after_a_start_one_in_sixteen_is_audited(llama: str) -> None:
+    prompts = make_cycle(1)
+    settings = {
+        "cpu_bytes_to_use": "64MiB",
+        "audit_ratio": 1e-9,
+        "audit_seed": 1,
+    }  # its first draw is the fifth hit
+    with EngineProcess(EngineOptions(llama, settings)) as engine:
+        engine.call("generate", prompts, GREEDY)
+        engine.call("settle")
+        cached = []
+        for _ in range(10):
+            engine.call("forget_device")
+            cached += [answer.num_cached_tokens for answer in engine.call("generate", prompts, GREEDY)]
+            engine.call("settle")
+        stats = engine.call("stats")
+
+    assert stats["audit.requests"] == 1
+    assert stats["audit.wrong_blocks"] == 0
+    assert [number for number, num_tokens in enumerate(cached) if not num_tokens] == [4]

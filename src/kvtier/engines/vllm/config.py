@@ -90,6 +90,7 @@ def make_offloading_config(
         engine_host_bytes=count_host_bytes(vllm_config, kv_cache_config),
         engines_per_host=count_engines(vllm_config),
         computes_last_token=computes_last_token(vllm_config),
+        audits_first_hits=True,
         extra_config=extra_config(vllm_config),
     )
 
