@@ -166,7 +166,7 @@ class OffloadingConnectorScheduler:
             return WAIT  # workers report a load by its request's name: this one would take the report for its own
         state.search.num_local_tokens = num_computed_tokens
         if self._handshake is not None:
-            return {True: WAIT, False: NOTHING}[self._handshake.is_awaited]
+            return WAIT if self._handshake.is_awaited else NOTHING
         is_layerwise = self.layerwise is not None and self.layerwise.choose(
             state, can_wait_by_layer=can_wait_by_layer, num_open_loads=self._jobs.num_loads
         )
@@ -175,9 +175,8 @@ class OffloadingConnectorScheduler:
         self._searches.on_search(state.search, began_s, self._clock(), is_final=end_token is not None)
         if end_token is None:
             return WAIT
-        if end_token == num_computed_tokens:
-            return NOTHING
-        return end_token - num_computed_tokens, not is_layerwise
+        num_found = end_token - num_computed_tokens
+        return num_found, num_found > 0 and not is_layerwise
 
     def update_state_after_alloc(
         self, request: Request, blocks: DeviceBlocks, num_external_tokens: int

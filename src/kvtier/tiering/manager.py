@@ -82,7 +82,6 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         make_epoch: Callable[[], bytes] = lambda: os.urandom(EPOCH_BYTES),
     ) -> None:
         self.primary_tier = primary_tier
-        self._primary_manager = primary_tier
         view = primary_tier.get_kv_memoryview()
         row_bytes = view.nbytes // len(view)
         self._tiers = [
@@ -111,8 +110,8 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         self._transfers = TierTransfers(
             primary_tier, self._tiers, self._cascades.on_evicted, self._cascades.on_unwritten, clock
         )
-        self._purges = TierPurges(self._primary_manager, self._tiers, self._cascades, self._transfers)
-        own_admission = self._primary_manager.admission
+        self._purges = TierPurges(self.primary_tier, self._tiers, self._cascades, self._transfers)
+        own_admission = self.primary_tier.admission
         self._admission = (
             PassThroughAdmission(own_admission, self._cascades.wanted)
             if self._tiers and own_admission is not None
@@ -134,9 +133,9 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         return [guarded.tier for guarded in self._tiers]
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
-        if self._primary_manager.lifetimes is not None:
-            self._cascades.forget(self._primary_manager.expire_blocks())
-        self._primary_manager.note_request(chains, req_context)
+        if self.primary_tier.lifetimes is not None:
+            self._cascades.forget(self.primary_tier.expire_blocks())
+        self.primary_tier.note_request(chains, req_context)
         if self._cascades.is_learning:
             self._cascades.note_request(chains, req_context)
         for tier in self._tiers:
@@ -150,10 +149,10 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         waiter = waiting.by_request.get(req_context)
         if waiter is not None:
             if waiter.is_expired:
-                return self._primary_manager.find(key, req_context) is True
+                return self.primary_tier.find(key, req_context) is True
             if waiter.search_step != self._step and not waiting.begin_search(waiter, self._step):
                 return None
-        answer = self._primary_manager.find(key, req_context)
+        answer = self.primary_tier.find(key, req_context)
         if answer is False:
             return self._lookup_in_tiers(key, req_context)
         if answer is None:
@@ -166,7 +165,7 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         if not self._is_polled:
             self._poll()
         try:
-            return self._primary_manager.prepare_load(keys, req_context)
+            return self.primary_tier.prepare_load(keys, req_context)
         finally:
             self._waiting.end_wait(req_context)
 
@@ -176,15 +175,15 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         if not self._is_polled:
             self._poll()
         if self._admission is None:
-            output = self._primary_manager.prepare_store(keys, req_context)
+            output = self.primary_tier.prepare_store(keys, req_context)
         else:
-            output = self._primary_manager.prepare_admitted_store(keys, req_context, self._admission)
+            output = self.primary_tier.prepare_admitted_store(keys, req_context, self._admission)
         if output is not None and output.evicted_keys and self._tiers:
             self._cascades.on_evicted(output.evicted_keys)
         return output
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._primary_manager.touch(keys, req_context)
+        self.primary_tier.touch(keys, req_context)
         if self._cascades.counts_uses:
             self._cascades.on_used(keys, req_context)
         for tier in self._tiers:
@@ -192,7 +191,7 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
                 tier.touch(keys, req_context)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._primary_manager.complete_load(keys, req_context)
+        self.primary_tier.complete_load(keys, req_context)
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
@@ -201,9 +200,9 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         promoting = self._transfers.promoting
         if promoting and not promoting.keys().isdisjoint(keys):
             old_stores = [key for key in keys if key in promoting]
-            self._primary_manager.table.orphans.settle_keys(old_stores, is_write=True)
+            self.primary_tier.table.orphans.settle_keys(old_stores, is_write=True)
             keys = [key for key in keys if key not in promoting]
-        finished = self._primary_manager.finish_writes(keys, success=success)
+        finished = self.primary_tier.finish_writes(keys, success=success)
         if self._waiting.by_key:
             self._waiting.notify(finished)
         if not self._tiers:
@@ -221,7 +220,7 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         """Count blocks that host memory had no room for; see ``DrainingManager``."""
         del req_context
         if self._tiers:
-            self._losses.num_without_room += len(keys) - len(self._primary_manager.list_held(keys))
+            self._losses.num_without_room += len(keys) - len(self.primary_tier.list_held(keys))
 
     def is_waiting(self, req_context: ReqContext) -> bool:
         if not self._is_polled:
@@ -250,15 +249,15 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
             if miss is not None and miss.cause is not MissCause.OTHER_NAMESPACE:
                 return miss
             sibling = sibling or miss
-        return self._primary_manager.departed.explain(key, behind) or sibling
+        return self.primary_tier.departed.explain(key, behind) or sibling
 
     def _explain_expected(self, key: OffloadKey, req_context: ReqContext) -> Miss | None:
         """Return why a block that is there, or on its way, is missing for this request; None when it is neither."""
         promoting = self._transfers.promoting.get(key)
         if promoting is not None:
             return self._late(promoting.name)
-        if self._primary_manager.table.get_block(key) is not None:
-            is_over = self._primary_manager.is_over(key)
+        if self.primary_tier.table.get_block(key) is not None:
+            is_over = self.primary_tier.is_over(key)
             return Miss(MissCause.EXPIRED if is_over else MissCause.IN_FLIGHT, HOST_ORIGIN)
         refused = self._no_room.get(req_context)
         if refused is not None and refused[0] == key:
@@ -279,7 +278,7 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
             self._caller_ends_steps = False
         if not self._enable_events:
             return ()
-        events = self._primary_manager.take_events()
+        events = self.primary_tier.take_events()
         for tier in self._tiers:
             if tier.announcements is not None:
                 events += tier.take_events()
@@ -307,8 +306,8 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
             self._losses.warn()
         if self.leases.ends_s:
             self.leases.expire()
-        if self._primary_manager.lifetimes is not None:
-            self._cascades.forget(self._primary_manager.expire_blocks())
+        if self.primary_tier.lifetimes is not None:
+            self._cascades.forget(self.primary_tier.expire_blocks())
         if self._purges.is_under_way:
             self._purges.advance()
         self._waiting.found_this_step.clear()
@@ -319,8 +318,8 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         self._waiting.end_wait(req_context)
         if self._no_room:
             self._no_room.pop(req_context, None)
-        if self._primary_manager.follows_requests:
-            self._primary_manager.request_finished(req_context)
+        if self.primary_tier.follows_requests:
+            self.primary_tier.request_finished(req_context)
         if self._cascades.follows_requests:
             self._cascades.request_finished(req_context)
         for tier in self._tiers:
@@ -342,7 +341,7 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         self._transfers.cancel_promotions()
         self._waiting.interrupt()
         self._cascades.clear()
-        self._primary_manager.reset()
+        self.primary_tier.reset()
         self._transfers.on_reset()
         epoch = self._make_epoch()
         for tier in self._tiers:
@@ -366,9 +365,9 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
     def drop(self, keys: Collection[OffloadKey]) -> DroppedBlocks:
         """Forget ``keys`` in every tier; see ``DroppingManager``."""
         self._cascades.forget(keys)
-        self._primary_manager.drop_blocks(keys)
+        self.primary_tier.drop_blocks(keys)
         unable = tuple(tier.name for tier in self._tiers if not tier.drop(keys))
-        return DroppedBlocks(self._primary_manager.list_held(keys), unable)
+        return DroppedBlocks(self.primary_tier.list_held(keys), unable)
 
     def drain(self, timeout_s: float) -> DrainResult:
         """Block until the tiers have got and ended what is pending for them, or ``timeout_s`` has passed.
@@ -397,7 +396,7 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
                 self._transfers.cascade(cascade, draining)
 
     def stats(self) -> dict[str, float]:
-        stats = self._primary_manager.stats() | {
+        stats = self.primary_tier.stats() | {
             "waiting_requests": float(len(self._waiting)),
             "expired_requests": float(self._waiting.num_expired),
             "failed_promotions": float(self._transfers.num_failed_promotions),
@@ -456,7 +455,7 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         """Look up a key that the primary does not hold; the first tier that has it promotes it."""
         waiting = self._waiting
         is_unanswered = False
-        if self._primary_manager.lifetimes is not None and self._primary_manager.is_over(key):
+        if self.primary_tier.lifetimes is not None and self.primary_tier.is_over(key):
             return False  # it is in use until its transfer has ended: a promotion would need its slot
         for tier in self._tiers:
             answer = tier.lookup(key, req_context)
