@@ -7,6 +7,7 @@ the finding says so.
 """
 
 import json
+import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -159,6 +160,8 @@ def read_identity(
     known = of_settings(settings)
     if vllm is None:
         return known
+    # It logs to stdout otherwise, where --json prints.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     try:
         from kvtier.engines.vllm.before_start import identify
     except KVTierError as error:
