@@ -14,8 +14,8 @@ from kvtier.errors import ModelError
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
-"""peft says that a model of before is wrapped again, and that weights which are merged round."""
+pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "UserWarning")]
+"""peft calls what transformers is about to rename, and warns of deep copies and rounding."""
 
 NUM_NEW_TOKENS = 6
 NUM_SHARED = 72
@@ -35,8 +35,8 @@ def wrapped(llama: LlamaForCausalLM) -> Wrapped:
     settings = peft.LoraConfig(
         r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_dropout=0.1
     )
-    wrapped = peft.get_peft_model(copy.deepcopy(llama), settings, "a")
-    wrapped.add_adapter("b", settings)
+    wrapped = peft.get_peft_model(copy.deepcopy(llama), settings, "one")
+    wrapped.add_adapter("two", settings)
     return wrapped
 
 
@@ -54,18 +54,18 @@ def load(wrapped: Wrapped) -> None:
     settings = peft.LoraConfig(
         r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_dropout=0.1
     )
-    wrapped.add_adapter("c", settings)
-    wrapped.set_adapter("c")
+    wrapped.add_adapter("three", settings)
+    wrapped.set_adapter("three")
 
 
 CHANGES: dict[str, Callable[[Wrapped], object]] = {
-    "set_adapter": lambda wrapped: wrapped.set_adapter("b"),
+    "set_adapter": lambda wrapped: wrapped.set_adapter("two"),
     "adapters disabled": lambda wrapped: wrapped.base_model.disable_adapter_layers(),
     "scaled": scale,
     "added": load,
-    "merged": lambda wrapped: wrapped.merge_adapter(["b"]),
-    "merged and unloaded": lambda wrapped: (wrapped.set_adapter("b"), wrapped.merge_and_unload()),
-    "deleted": lambda wrapped: wrapped.delete_adapter("a"),
+    "merged": lambda wrapped: wrapped.merge_adapter(["two"]),
+    "merged and unloaded": lambda wrapped: (wrapped.set_adapter("two"), wrapped.merge_and_unload()),
+    "deleted": lambda wrapped: wrapped.delete_adapter("one"),
 }
 
 
