@@ -231,8 +231,7 @@ class Settings:
     metrics_port: int | None = None
     metrics_host: str = DEFAULT_METRICS_HOST
     encryption: EncryptionSettings | None = None
-    # Any: each tier checks its own
-    secondary_tiers: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
+    secondary_tiers: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)  # Any: tiers parse them
 
 
 def parse_settings(extra_config: Mapping[str, Any]) -> Settings:  # Any: this is where values get types

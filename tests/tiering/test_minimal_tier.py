@@ -79,6 +79,27 @@ def test_the_settings_that_every_tier_has_hold_for_it() -> None:
     assert tier.kept == {}
 
 
+def test_a_load_under_way_keeps_its_slot_over_a_reset_until_the_tier_has_reported_it() -> None:
+    driver = make_driver()
+    (tier,) = driver.tiers
+    assert isinstance(tier, MinimalTier)
+    driver.store([1])
+    driver.evict_everything()
+    assert driver.search([1], ReqContext("a")) is None
+    driver.step()
+    reports, tier.ended = tier.ended, []  # it goes on writing
+
+    driver.reset()
+    for _ in range(3):
+        driver.step()
+    assert driver.manager.stats()["primary.free_blocks"] == 7
+
+    tier.ended = reports
+    driver.step()
+    driver.step()
+    assert driver.manager.stats()["primary.free_blocks"] == 8
+
+
 def test_a_reset_leaves_it_out_for_good_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     driver = make_driver()
     driver.store([1, 2])

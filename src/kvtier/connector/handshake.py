@@ -39,10 +39,10 @@ class RegionHandshake:
         self._is_refused = False
         self._num_steps = 0
 
-    @property
-    def is_awaited(self) -> bool:
-        """Whether reports are missing and still expected."""
-        return not self.is_open and not self._is_refused and self._num_steps < MAX_AWAITED_STEPS
+    def answer(self) -> tuple[int | None, bool]:
+        """Return the connector's answer to a search before it is open: ask again while reports are expected, or 0."""
+        is_awaited = not self.is_open and not self._is_refused and self._num_steps < MAX_AWAITED_STEPS
+        return None if is_awaited else 0, False
 
     def on_step(self) -> None:
         """Count a step in which the workers could report."""

@@ -58,7 +58,6 @@ from kvtier.log_limit import limit_log_lines
 logger = logging.getLogger(__name__)
 
 WAIT: tuple[int | None, bool] = (None, False)
-NOTHING: tuple[int | None, bool] = (0, False)
 
 
 class OffloadingConnectorScheduler:
@@ -162,11 +161,12 @@ class OffloadingConnectorScheduler:
             ):
                 return WAIT
             state.grow_keys(self.layouts)
+        # Workers report a load by its request's name: another request of that name would take it for its own.
         if request.request_id in self._jobs.loading_requests:
-            return WAIT  # workers report a load by its request's name: this one would take the report for its own
+            return WAIT
         state.search.num_local_tokens = num_computed_tokens
         if self._handshake is not None:
-            return WAIT if self._handshake.is_awaited else NOTHING
+            return self._handshake.answer()
         is_layerwise = self.layerwise is not None and self.layerwise.choose(
             state, can_wait_by_layer=can_wait_by_layer, num_open_loads=self._jobs.num_loads
         )

@@ -300,9 +300,7 @@ class SecondaryTierManager(ABC):
         return True
 
     def reset(self, epoch: bytes) -> bool | None:
-        """Move to the namespace of ``epoch``, 16 random bytes; what was stored before stays for others, never found.
-
-        Jobs in flight are reported as ever; what they store is not found either.
+        """Move to the namespace of ``epoch``: what was stored before stays for others and is never found here again.
 
         Returns:
             False: not supported. The manager then leaves the tier out for good, or it would serve old blocks.
@@ -315,7 +313,6 @@ class SecondaryTierManager(ABC):
 
         A tier that does not override this is reset: no other engine finds what comes after it.
         """
-        del model
         return self.reset(os.urandom(EPOCH_BYTES))
 
     def stats(self) -> dict[str, float]:

@@ -82,15 +82,11 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         make_epoch: Callable[[], bytes] = lambda: os.urandom(EPOCH_BYTES),
     ) -> None:
         self.primary_tier = primary_tier
-        view = primary_tier.get_kv_memoryview()
+        view, tiers = primary_tier.get_kv_memoryview(), secondary_tiers or ()
         row_bytes = view.nbytes // len(view)
         self._tiers = [
-            GuardedTier(
-                tier, view.nbytes, row_bytes, clock, measures_loads=measures_loads, event_name=event_name
-            )
-            for tier, event_name in zip(
-                secondary_tiers or (), make_event_names(secondary_tiers or ()), strict=True
-            )
+            GuardedTier(tier, view.nbytes, row_bytes, clock, measures_loads=measures_loads, event_name=name)
+            for tier, name in zip(tiers, make_event_names(tiers), strict=True)
         ]
         self._enable_events = enable_events
         self._last_events: list[OffloadingEvent] = []

@@ -234,7 +234,7 @@ class TierTransfers:
         jobs = self.jobs.of_tier[tier]
         if jobs:
             tier.check_age(next(iter(jobs.values())).started_s)
-            if tier.is_out_of_service and tier.shutdown(0.0):
+            if not tier.reports_jobs and tier.shutdown(0.0):
                 # The tier is gone for good: no thread of it writes any more, and its slots are given back.
                 for job in list(jobs.values()):
                     self.jobs.close(job.metadata.job_id, tier)

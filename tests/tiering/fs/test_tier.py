@@ -300,7 +300,7 @@ def test_a_random_hash_seed_is_refused(tmp_path: Path) -> None:
 
 def test_a_configuration_entry_builds_the_tier(tmp_path: Path) -> None:
     entry = {
-        "type": "fs", "root_dir": str(tmp_path / "x"), "capacity_bytes": "1MiB", "shared": False,
+        "type": "fs", "root_dir": str(tmp_path / "x"), "capacity_bytes": "1MiB", "shared": True,
         "negative_ttl_s": 1, "file_mode": "0640", "direct_io": False, "num_threads": 2, "job_timeout_s": 5,
     }  # fmt: skip
     tier = create_secondary_tier(entry, make_rows(), make_engine())

@@ -167,12 +167,8 @@ def purge_place(
     """
     age_s = None if older_than is None else parse_duration("--older-than", older_than)
     with opened(place, key_file) as found:
-        if age_s is not None and not found.has_times:
-            able = ", ".join(name for name in names_of_place_tiers() if name != found.tier)
-            message = (
-                f"its blocks have no time: choose by --namespace, or give --all; those of {able} have one"
-            )
-            raise TierError(found.tier, message)
+        if age_s is not None:
+            require_times(found)
         known = found.namespaces()
         number = None if tenant is None else find_tenant(found, known, tenant, salt)
         names = choose(known, namespace, tenant if number is None else None)
@@ -190,6 +186,18 @@ def purge_place(
     verb = "would remove" if dry_run else "removed"
     size = size_in_words(removed.num_bytes)
     typer.echo(f"{verb} {counted(removed.num, 'block')}, {size}, in {duration_in_words(took_s)}")
+
+
+def require_times(place: Place) -> None:
+    """Refuse to choose by age where blocks have none. Pure.
+
+    Raises:
+        TierError: they have none.
+    """
+    if not place.has_times:
+        able = ", ".join(name for name in names_of_place_tiers() if name != place.tier)
+        message = f"its blocks have no time: choose by --namespace, or give --all; those of {able} have one"
+        raise TierError(place.tier, message)
 
 
 def say_left_out(known: Sequence[PlaceNamespace], names: Collection[str] | None, salt: str) -> None:
