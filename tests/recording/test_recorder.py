@@ -400,7 +400,12 @@ def test_a_request_whose_blocks_have_no_names_yet_is_dropped_and_the_others_are_
     assert read_end(path) == TraceEnd(2, 1, is_full=False)
 
 
-def test_a_prompt_of_no_token_and_one_of_a_million_are_recorded(path: Path) -> None:
+def test_a_prompt_of_no_token_and_one_of_a_million_are_recorded(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "kvtier.recording.recorder.CLOSE_TIMEOUT_S", 60.0
+    )  # however long a busy machine writes
     recorder = TraceRecorder(TraceFile(path, 2**30), HASH_TOKENS, SALT)
     for req_id, num_blocks in (("none", 0), ("huge", 10**6 // HASH_TOKENS)):
         recorder.on_arrival(req_id)

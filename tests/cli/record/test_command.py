@@ -5,6 +5,7 @@ import signal
 import stat
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -167,7 +168,9 @@ sys.exit(40)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
-def test_signals_reach_the_command(out: Path, number: signal.Signals) -> None:
+def test_signals_reach_the_command(out: Path, number: signal.Signals, request: pytest.FixtureRequest) -> None:
+    # Tests that nohup has started ignore SIGHUP, and so would the processes that they start.
+    request.addfinalizer(partial(signal.signal, number, signal.signal(number, signal.SIG_DFL)))
     command = [sys.executable, "-m", "kvtier.cli.main", "record", str(out), "--", *PYTHON, WAITING]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as recording:
         assert recording.stdout is not None
