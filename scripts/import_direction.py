@@ -76,6 +76,7 @@ TIER_FOUNDATIONS = frozenset(
         "namespace",
         "errors",
         "quantities",
+        "redaction",
         "settings",
         "compiled",
         "limits",

@@ -15,9 +15,8 @@ from kvtier.errors import (
     TraceError,
     describe_foreign,
     format_foreign,
-    hide_secrets,
-    shorten,
 )
+from kvtier.redaction import hide_secrets, shorten
 from kvtier.settings import parse_settings, settings_of
 from kvtier.tiering.base import TierSettings, parse_tier_settings
 from kvtier.tiering.factory import TIERS, check_tier_config

@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvtier.redaction import HIDDEN, MAX_SHOWN_CHARS, redact
-from kvtier.redaction import hide_secrets as hide_secrets
-from kvtier.redaction import shorten as shorten
+from kvtier.redaction import HIDDEN, MAX_SHOWN_CHARS, hide_secrets, redact, shorten
 
 MAX_PATH_CHARS = 255
 """Characters of a path in a message: its end, which names the file."""

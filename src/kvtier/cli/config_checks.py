@@ -18,9 +18,10 @@ from kvtier.cli.output import Check, CheckResult, size_in_words
 from kvtier.config import EncryptionSettings, HostSize, Settings, parse_settings
 from kvtier.conflicts import refuse_conflicts
 from kvtier.cpu.policies import create_cache_policy
-from kvtier.errors import ConfigError, KVTierError, describe_foreign, shorten
+from kvtier.errors import ConfigError, KVTierError, describe_foreign
 from kvtier.input_files import parse_json, read_text_file
 from kvtier.limits import find_memory_limit
+from kvtier.redaction import shorten
 from kvtier.tenants import make_tenants
 from kvtier.tiering.factory import check_tier_config, require_encryption
 from kvtier.tiering.kit.key_ring import read_ring, require_entry

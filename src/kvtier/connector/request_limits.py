@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvtier.errors import shorten
 from kvtier.hints.values import MAX_LOGGED_CHARS
+from kvtier.redaction import shorten
 
 logger = logging.getLogger(__name__)
 

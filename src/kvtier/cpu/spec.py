@@ -34,9 +34,10 @@ from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.region_file import SHARED_MEMORY_DIRECTORY, RegionIdentity
 from kvtier.cpu.row_layout import check_page_sizes, plan_layout
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion, plan_row_stride
-from kvtier.errors import ConfigError, RegionError, RegionMemoryError, shorten
+from kvtier.errors import ConfigError, RegionError, RegionMemoryError
 from kvtier.limits import find_memory_size, find_mount_size
 from kvtier.namespace import make_namespace
+from kvtier.redaction import shorten
 from kvtier.tenants import Tenants, make_tenants
 
 logger = logging.getLogger(__name__)

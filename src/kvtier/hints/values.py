@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from kvtier.errors import shorten
+from kvtier.redaction import shorten
 
 logger = logging.getLogger(__name__)
 

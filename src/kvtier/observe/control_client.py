@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from kvtier.errors import ControlError, UnknownNameError, shorten
+from kvtier.errors import ControlError, UnknownNameError
 from kvtier.misses import RequestRecord
 from kvtier.observe.control_wire import (
     MAX_REPLY_BYTES,
@@ -26,6 +26,7 @@ from kvtier.observe.control_wire import (
     read_peer_uid,
     short_path,
 )
+from kvtier.redaction import shorten
 
 HELLO_S = 3.0
 """Seconds within which an engine says who it is. Its thread needs milliseconds; a machine under load more."""

@@ -13,11 +13,12 @@ from kvtier.base import OffloadingManager, OffloadKey, ReqContext, make_offload_
 from kvtier.connector.groups import GroupLayout
 from kvtier.connector.planning import iterate_load_keys
 from kvtier.connector.protocols import ControlledHalf
-from kvtier.errors import ControlError, UnknownNameError, shorten
+from kvtier.errors import ControlError, UnknownNameError
 from kvtier.hints.values import parse_hints
 from kvtier.observe.control_wire import Message
 from kvtier.operating import DrainingManager, DrainResult, PinningManager, PurgingManager
 from kvtier.operating import Purge as PurgeUnderWay
+from kvtier.redaction import shorten
 from kvtier.tenants import NO_TENANT, Tenant, Tenants, is_name
 
 COMMANDS = ("hello", "stats", "recent", "drain", "pin", "unpin", "prefetch", "purge", "resume")

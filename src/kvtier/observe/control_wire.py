@@ -22,7 +22,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from kvtier.errors import ControlError, shorten
+from kvtier.errors import ControlError
+from kvtier.redaction import shorten
 
 FOLDER_NAME = "kvtier"
 SUFFIX = ".sock"

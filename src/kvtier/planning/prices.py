@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.cost_model import LinkRate, make_link_rate
-from kvtier.errors import ConfigError, UnknownNameError, shorten
+from kvtier.errors import ConfigError, UnknownNameError
 from kvtier.input_files import read_text_file
+from kvtier.redaction import shorten
 from kvtier.sim.link import LinkSpeed
 
 GIB = 2**30

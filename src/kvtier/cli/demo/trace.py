@@ -16,8 +16,9 @@ from pathlib import Path
 
 from kvtier.cli.demo.conversation import Turn
 from kvtier.cli.demo.options import require_at_least
-from kvtier.errors import ConfigError, shorten
+from kvtier.errors import ConfigError
 from kvtier.input_files import bounded_lines
+from kvtier.redaction import shorten
 
 BLOCK_TOKENS = 512
 """Prompt tokens that one id of a trace stands for."""

@@ -14,9 +14,10 @@ import typer
 
 from kvtier.cli.live.overview import InstanceArgument
 from kvtier.cli.output import JsonOption, print_json
-from kvtier.errors import ConfigError, MissingExtraError, shorten
+from kvtier.errors import ConfigError, MissingExtraError
 from kvtier.input_files import is_dir, is_file, read_text_file
 from kvtier.observe.control_client import EngineConnection, Instance, choose_instance
+from kvtier.redaction import shorten
 
 DEFAULT_TIMEOUT_S = 30.0
 MAX_PREFIX_BYTES = 2**26

@@ -38,10 +38,11 @@ from kvtier.engines.vllm import compat
 from kvtier.engines.vllm.compat import HitSources, name_hit_sources
 from kvtier.engines.vllm.engine_watch import EngineWatch
 from kvtier.engines.vllm.events import translate_events
-from kvtier.errors import ControlError, shorten
+from kvtier.errors import ControlError
 from kvtier.misses import Miss, MissCause
 from kvtier.observe.control_commands import NO_EXTRAS, ExtrasHasher, PromptExtras
 from kvtier.observe.spans import RequestSpans
+from kvtier.redaction import shorten
 from kvtier.tenants import salt_hash
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtier.errors import MAX_SHOWN_CHARS, TraceError, shorten
+from kvtier.errors import TraceError
 from kvtier.input_files import bounded_lines
+from kvtier.redaction import MAX_SHOWN_CHARS, shorten
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
-from kvtier.errors import ConfigError, KVTierError, MissingExtraError, PlaceError, TierError, shorten
+from kvtier.errors import ConfigError, KVTierError, MissingExtraError, PlaceError, TierError
+from kvtier.redaction import shorten
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, Buffer
 from kvtier.tiering.kit.health import BackendHealth
 from kvtier.tiering.obj.errors import (
