@@ -63,6 +63,7 @@ DOES_NOT: dict[str, list[Any]] = {  # Any: as above
     "engine_host_bytes": [1],
     "engines_per_host": [2],
     "computes_last_token": [True],
+    "audits_first_hits": [True],
     "has_local_workers": [False],
     "extra_config": [{"cpu_bytes_to_use": 1}, {"eviction_policy": "arc"}, {"instance_id": "i"}],
 }

@@ -128,7 +128,8 @@ def _redact_within(value: object, depth: int) -> object:
         return HIDDEN
     if isinstance(value, dict):
         return {_redact("", key, depth - 1): _redact(str(key), one, depth - 1) for key, one in value.items()}
-    return [_redact("", one, depth - 1) for one in value]
+    shown = [_redact("", one, depth - 1) for one in value]
+    return tuple(shown) if isinstance(value, tuple) else shown
 
 
 def _is_plain_address(text: str) -> bool:

@@ -359,7 +359,10 @@ def test_doctor_reads_the_ring_and_refuses_tiers_that_cannot_encrypt(ring: Path,
     assert found["tier 0 (fs)"][0] == "ok"
     assert found["tier 1 (example)"][0] == "broken"
     assert "cannot encrypt" in found["tier 1 (example)"][1]
-    assert check(encryption={"key_file": str(ring), "tenant": "x"})["encryption"][0] == "broken"
+    assert (
+        check(encryption={"key_file": str(ring), "tenant": "x"}, secondary_tiers=[fs])["encryption"][0]
+        == "broken"
+    )
     ring.chmod(0o640)
-    assert "chmod 600" in check(encryption={"key_file": str(ring)})["encryption"][1]
+    assert "chmod 600" in check(encryption={"key_file": str(ring)}, secondary_tiers=[fs])["encryption"][1]
     assert "encryption" not in check(secondary_tiers=[fs])

@@ -332,7 +332,7 @@ def test_the_last_token_of_an_answer_is_never_computed_so_its_block_was_not_kept
 
 def test_what_the_manager_knows_of_a_block_outweighs_that_a_request_kept_it_from_being_stored() -> None:
     bench = Bench(ExplainingManager(EVICTED))
-    first = FakeRequest("a", PROMPT, {"skip_store": True})
+    first = FakeRequest("a", [*PROMPT], {"skip_store": True})
     bench.begin(first)
     bench.compute(first)
     first.tokens.append(99)

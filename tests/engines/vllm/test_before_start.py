@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
+
 from tests.engines.vllm.configs import TINY_LLAMA
 
 from kvtier.cli.config_checks import check_config
