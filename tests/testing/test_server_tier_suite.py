@@ -68,7 +68,7 @@ def run(pytester: pytest.Pytester, name: str, *options: str) -> tuple[int, int, 
 def test_a_right_tier_passes(pytester: pytest.Pytester) -> None:
     num_passed, num_skipped, failed = run(pytester, "RightSuite")
     assert num_passed > 0
-    # Families of metrics are declared for kvtier's own tiers, and this one knows nothing of other namespaces: two tests.
+    # Metric families are declared for kvtier's own tiers, and this tier knows no other namespaces: two tests.
     assert (num_skipped, failed) == (3, [])
 
 
