@@ -75,7 +75,7 @@ def make_namespace(config: OffloadingConfig, row_stride_bytes: int, epoch: bytes
         row_stride_bytes: bytes of one row of the primary tier.
         epoch: 16 random bytes after a reset, empty before the first.
     """
-    model = dataclasses.asdict(config.model)
+    model = _fields_of(config.model)
     del model["config_json"]
     if model["weights"]:
         for name in NAMES_OF_WEIGHTS:
@@ -113,8 +113,13 @@ def make_namespace(config: OffloadingConfig, row_stride_bytes: int, epoch: bytes
 
 def model_in_words(model: ModelIdentity) -> dict[str, object]:
     """Return what a document says of a model. Pure."""
-    words = dataclasses.asdict(model)
+    words = _fields_of(model)
     return words | _config_in_words(words.pop("config_json"))
+
+
+def _fields_of(model: ModelIdentity) -> dict[str, str]:
+    """Return the fields of the identity, without what an engine may add to it."""
+    return {one.name: getattr(model, one.name) for one in dataclasses.fields(ModelIdentity)}
 
 
 def _describe_group(group: KVGroup) -> dict[str, object]:
