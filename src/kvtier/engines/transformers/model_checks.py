@@ -107,9 +107,12 @@ def _differs(rows: Sequence[torch.Tensor], other: bytes) -> str:
         return "its page is of another model, as its length shows"
     numbers = torch.frombuffer(bytearray(other), dtype=torch.bfloat16)
     changes = []
-    for part, found in zip(rows, numbers.split([part.numel() for part in rows]), strict=True):
+    at = 0
+    for part in rows:
+        found = numbers[at : at + part.numel()].view_as(part)
+        at += part.numel()
         # What is no number here and there is equal.
-        size, kept = (torch.nan_to_num(one.float()) for one in (part, found.view_as(part)))
+        size, kept = (torch.nan_to_num(one.float()) for one in (part, found))
         difference = (kept - size).norm(dim=1) / size.norm(dim=1).clamp_min(1e-12)
         changes.append(float(difference.min()))
     change = max(changes, default=0.0)
