@@ -32,13 +32,15 @@ Settings = dict[str, Any]  # Any: what a user writes as JSON
 class ServedPage:
     """A page that a server keeps, with the methods of a file that these tests use."""
 
-    def __init__(self, client: redis.Redis, name: bytes) -> None:
+    def __init__(self, client: redis.Redis, name: bytes | str) -> None:
         self._client = client
         self._name = name
 
     def read_bytes(self) -> bytes:
         """Return its bytes."""
-        return bytes(self._client.get(self._name))
+        kept = self._client.get(self._name)
+        assert isinstance(kept, bytes)
+        return kept
 
     def write_bytes(self, data: bytes) -> object:
         """Replace them."""
