@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
@@ -65,6 +65,32 @@ class Namespace:
     def name(self) -> str:
         """The first 16 bytes of the digest in hex: short enough for a path, long enough for a key."""
         return self.digest[:16].hex()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class NamespacePage:
+    """What a model computed of a few tokens; two models of one name differ in it.
+
+    A tier keeps the first engine's beside the namespace's document.
+
+    Attributes:
+        data: that, as bytes.
+        differs: returns in what another page differs, "" where it is that of the same model. Thread: any.
+    """
+
+    data: bytes = dataclasses.field(repr=False)
+    differs: Callable[[bytes], str] = dataclasses.field(repr=False)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProbedModel(ModelIdentity):
+    """The identity of a model that has computed a page, which is no part of it.
+
+    Attributes:
+        page: what it computed; None of a model that was not asked.
+    """
+
+    page: NamespacePage | None = dataclasses.field(default=None, compare=False, repr=False)
 
 
 def make_namespace(config: OffloadingConfig, row_stride_bytes: int, epoch: bytes = b"") -> Namespace:

@@ -36,7 +36,7 @@ from kvtier.engines.transformers.model_watch import TensorLook
 from kvtier.engines.transformers.paged_cache import KV_LAYOUT, KV_LAYOUT_BY_LAYER, STATE_LAYOUT
 from kvtier.engines.transformers.request import HASH_ALGORITHM
 from kvtier.errors import ConfigError, ModelError
-from kvtier.probed_model import ProbedModel
+from kvtier.namespace import ProbedModel
 
 logger = logging.getLogger(__name__)
 

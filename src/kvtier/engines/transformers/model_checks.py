@@ -23,7 +23,7 @@ from transformers import GenerationConfig
 from kvtier.engines.transformers.model_adapter import ModelAdapter
 from kvtier.engines.transformers.sequence_cache import SequenceCache
 from kvtier.errors import ModelError
-from kvtier.probed_model import NamespacePage
+from kvtier.namespace import NamespacePage
 
 logger = logging.getLogger(__name__)
 

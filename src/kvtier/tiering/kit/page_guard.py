@@ -1,6 +1,6 @@
 """Keeps an engine from the blocks of another model that has the same name, where the engine computed a page.
 
-The page (``kvtier.probed_model``) of the first engine is kept beside the namespace's document, sealed as its blocks
+The page (``NamespacePage``) of the first engine is kept beside the namespace's document, sealed as its blocks
 are. Nothing is stored or found before it was read. Where it differs from the engine's own, the tier is not used: its
 blocks are misses and nothing is stored in it. The page is read again every few seconds in which the tier is used,
 because a purge, a server that lost its data or its time to live may have removed it, and another engine's be there now.
@@ -16,8 +16,7 @@ from typing import Generic, TypeVar
 
 from kvtier.base import OffloadKey, make_offload_key
 from kvtier.config import ModelIdentity
-from kvtier.namespace import Namespace
-from kvtier.probed_model import NamespacePage, ProbedModel
+from kvtier.namespace import Namespace, NamespacePage, ProbedModel
 from kvtier.tiering.base import TierFailure
 from kvtier.tiering.kit.backend import BlockStore
 from kvtier.tiering.kit.block_format import format_of
@@ -220,7 +219,7 @@ def guard_with_page(
     Args:
         store: the backend.
         tier: the tier's type, for the log.
-        model: the engine's; None in a namespace that nobody else can have written to.
+        model: the engine's; None in a namespace to which no other engine can write.
         identity: of the namespace.
         namespace: its handle.
         clock: seconds, monotonic.

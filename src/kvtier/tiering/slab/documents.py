@@ -158,7 +158,7 @@ class SlabPages:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
             with os.fdopen(os.open(temporary, flags, FILE_MODE), "wb") as file:
                 file.write(data)
-            # Nobody else has the slab meanwhile, which its engine locks.
+            # Its engine locks the slab, so that no other writes one meanwhile.
             temporary.rename(path)
             for old in sorted(self._paths(), key=lambda found: found.stat().st_mtime)[:-MAX_DOCUMENTS]:
                 old.unlink(missing_ok=True)
