@@ -17,6 +17,8 @@ from kvtier.cli.main import main
 from kvtier.engines.transformers import KVTierEngine
 from kvtier.tiering.kit import page_guard
 
+pytestmark = pytest.mark.servers
+
 WAIT_S = 30.0
 NUM_NEW_TOKENS = 6
 NUM_SHARED = 72
