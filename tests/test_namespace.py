@@ -13,6 +13,8 @@ from kvtier.namespace import (
     ABSENT,
     RANDOM_SEED,
     Difference,
+    NamespacePage,
+    ProbedModel,
     differences,
     make_namespace,
     parse_document,
@@ -70,6 +72,13 @@ DOES_NOT: dict[str, list[Any]] = {  # Any: as above
 
 CHANGES = [{name: value} for name, values in DECIDES_THE_BYTES.items() for value in values]
 NO_CHANGES = [{name: value} for name, values in DOES_NOT.items() for value in values]
+
+
+def test_what_a_model_computed_is_no_other_namespace_and_in_no_document() -> None:
+    values = {one.name: getattr(CONFIG.model, one.name) for one in fields(CONFIG.model)}
+    probed = ProbedModel(**values, page=NamespacePage(b"12345", lambda _: ""))
+
+    assert make_namespace(replace(CONFIG, model=probed), 4096) == make_namespace(CONFIG, 4096)
 
 
 def test_how_states_are_compared_is_no_other_namespace() -> None:

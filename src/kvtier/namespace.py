@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
@@ -67,6 +67,32 @@ class Namespace:
         return self.digest[:16].hex()
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class NamespacePage:
+    """What a model computed of a few tokens; two models of one name differ in it.
+
+    A tier keeps the first engine's beside the namespace's document.
+
+    Attributes:
+        data: that, as bytes.
+        differs: returns in what another page differs, "" where it is that of the same model. Thread: any.
+    """
+
+    data: bytes = dataclasses.field(repr=False)
+    differs: Callable[[bytes], str] = dataclasses.field(repr=False)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProbedModel(ModelIdentity):
+    """The identity of a model that has computed a page, which is no part of it.
+
+    Attributes:
+        page: what it computed; None of a model that was not asked.
+    """
+
+    page: NamespacePage | None = dataclasses.field(default=None, compare=False, repr=False)
+
+
 def make_namespace(config: OffloadingConfig, row_stride_bytes: int, epoch: bytes = b"") -> Namespace:
     """Derive the namespace of an engine's blocks. Pure; with a new ``tenant_salt`` it takes a tenth of a second, once.
 
@@ -75,7 +101,7 @@ def make_namespace(config: OffloadingConfig, row_stride_bytes: int, epoch: bytes
         row_stride_bytes: bytes of one row of the primary tier.
         epoch: 16 random bytes after a reset, empty before the first.
     """
-    model = dataclasses.asdict(config.model)
+    model = _fields_of(config.model)
     del model["config_json"]
     if model["weights"]:
         for name in NAMES_OF_WEIGHTS:
@@ -113,8 +139,13 @@ def make_namespace(config: OffloadingConfig, row_stride_bytes: int, epoch: bytes
 
 def model_in_words(model: ModelIdentity) -> dict[str, object]:
     """Return what a document says of a model. Pure."""
-    words = dataclasses.asdict(model)
+    words = _fields_of(model)
     return words | _config_in_words(words.pop("config_json"))
+
+
+def _fields_of(model: ModelIdentity) -> dict[str, str]:
+    """Return the fields of the identity, without what an engine may add to it."""
+    return {one.name: getattr(model, one.name) for one in dataclasses.fields(ModelIdentity)}
 
 
 def _describe_group(group: KVGroup) -> dict[str, object]:

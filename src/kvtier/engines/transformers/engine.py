@@ -90,7 +90,7 @@ class KVTierEngine:
         self._driver: ConnectorDriver | None = None
         look, identity = ModelLook(model, namer.unread), None
         if config.extra_config is not None:
-            identity = namer.name()
+            identity = namer.name_probed()
             worker = make_offloading_config(adapter, config, config.extra_config, identity)
             specs = make_spec(replace(worker, rank=None)), make_spec(worker)
             is_by_layer = worker.settings.layerwise_load

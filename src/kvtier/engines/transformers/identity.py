@@ -13,7 +13,7 @@ import os
 import uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from kvtier.cpu.auto_size import PROCESS_BYTES
 from kvtier.engines.transformers.block_sizes import BlockSizes, choose_block_sizes, page_bytes
 from kvtier.engines.transformers.config import EngineConfig
 from kvtier.engines.transformers.model_adapter import KVShape, ModelAdapter
+from kvtier.engines.transformers.model_checks import make_page
 from kvtier.engines.transformers.model_facts import (
     ModelFacts,
     Words,
@@ -35,6 +36,7 @@ from kvtier.engines.transformers.model_watch import TensorLook
 from kvtier.engines.transformers.paged_cache import KV_LAYOUT, KV_LAYOUT_BY_LAYER, STATE_LAYOUT
 from kvtier.engines.transformers.request import HASH_ALGORITHM
 from kvtier.errors import ConfigError, ModelError
+from kvtier.namespace import ProbedModel
 
 logger = logging.getLogger(__name__)
 
@@ -150,6 +152,7 @@ class ModelNamer:
     def __init__(
         self, adapter: ModelAdapter, config: EngineConfig, unread: frozenset[str] = frozenset()
     ) -> None:
+        self._adapter = adapter
         self.model = adapter.model
         self.unread = unread
         self._name = config.model_name or adapter.name
@@ -195,6 +198,16 @@ class ModelNamer:
             config_json=described,
             weights=weights,
         )
+
+    def name_probed(self) -> ProbedModel:
+        """Return the same with what the model computes of a few tokens, for tiers to compare.
+
+        Raises:
+            ModelError: the bytes of a tensor are not in memory.
+        """
+        named = self.name()
+        values = {one.name: getattr(named, one.name) for one in fields(named)}
+        return ProbedModel(**values, page=make_page(self._adapter))
 
     def _usual_facts(self, settings: Mapping[str, Words]) -> Mapping[str, Words]:
         made_with = json.dumps(settings, sort_keys=True)

@@ -6,11 +6,15 @@ common beginning, and the keys and values of that beginning are compared. A thir
 because some models number positions there in another way. Of a model with recurrent states a fourth pass goes on from
 copies of the states after the first half, because some models keep a state elsewhere, or begin anew with each pass of
 several tokens.
+
+What the model computes of the first prompt is its page: a tier keeps that of the first engine, and one whose model
+computes something else under the same name does not use the tier.
 """
 
 import logging
 from collections.abc import Sequence
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +23,7 @@ from transformers import GenerationConfig
 from kvtier.engines.transformers.model_adapter import ModelAdapter
 from kvtier.engines.transformers.sequence_cache import SequenceCache
 from kvtier.errors import ModelError
+from kvtier.namespace import NamespacePage
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +35,11 @@ MAX_RELATIVE_CHANGE = 0.03
 """How much keys and values of the common beginning may differ, relative to their norm, in the token that differs least.
 A smaller limit takes rounding for a mask, in kernels whose order of sums depends on the input; a larger one may miss a
 mask. Measured with random weights, float32 and bfloat16: 0 for causal models, 0.39 and more for bidirectional ones."""
+
+
+MAX_KEPT_NUMBERS = 1024
+"""Numbers kept of a token's keys in a layer, of its values, and of a state. More make a larger page, which of a large
+model has some MiB; with far fewer rounding may look like other weights."""
 
 
 class Continuation(Enum):
@@ -70,6 +80,45 @@ def require_shareable_prefixes(adapter: ModelAdapter) -> Continuation:
             "(bidirectional attention within the prefix, or other positions): call model.generate without kvtier"
         )
     return continuation
+
+
+def make_page(adapter: ModelAdapter) -> NamespacePage:
+    """Compute what tiers keep of the model beside its blocks. Does one short forward pass."""
+    cache = _compute(adapter, _make_probes(adapter, NUM_PROBE_TOKENS)[0])
+    rows = [
+        _sample(buffer[:NUM_PROBE_TOKENS].flatten(1))
+        for layer in cache.sequence_layers
+        for buffer in (layer.key_buffer, layer.value_buffer)
+    ]
+    rows += [_sample(state.reshape(1, -1)) for state in cache.states]
+    data = torch.cat([part.flatten() for part in rows]).view(torch.uint8).numpy().tobytes()
+    return NamespacePage(data, partial(_differs, rows))
+
+
+def _sample(rows: torch.Tensor) -> torch.Tensor:
+    """Return some numbers of each row, evenly spread."""
+    step = -(-rows.shape[1] // MAX_KEPT_NUMBERS) or 1
+    return rows[:, ::step].to(device="cpu", dtype=torch.bfloat16)
+
+
+def _differs(rows: Sequence[torch.Tensor], other: bytes) -> str:
+    """Return in what another page differs from that of ``rows``, "" where it does not."""
+    if len(other) != sum(part.nbytes for part in rows):
+        return "its page is of another model, as its length shows"
+    numbers = torch.frombuffer(bytearray(other), dtype=torch.bfloat16)
+    changes = []
+    at = 0
+    for part in rows:
+        found = numbers[at : at + part.numel()].view_as(part)
+        at += part.numel()
+        # What is no number here and there is equal.
+        size, kept = (torch.nan_to_num(one.float()) for one in (part, found))
+        difference = (kept - size).norm(dim=1) / size.norm(dim=1).clamp_min(1e-12)
+        changes.append(float(difference.min()))
+    change = max(changes, default=0.0)
+    if change <= MAX_RELATIVE_CHANGE:
+        return ""
+    return f"what its model computed of {NUM_PROBE_TOKENS} tokens differs by {change:.0%} from what this one computes"
 
 
 def _find_continuation(adapter: ModelAdapter, probes: Sequence[list[int]]) -> Continuation:

@@ -106,7 +106,7 @@ class ModelSwitch:
 
     def _name(self) -> ModelIdentity | None:
         try:
-            return self._namer.name()
+            return self._namer.name_probed()
         except ModelError as error:
             logger.warning("the model has changed, and its blocks stay in host memory alone: %s", error)
             return None

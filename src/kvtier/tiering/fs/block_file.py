@@ -311,7 +311,7 @@ class BlockFiles:
         with _closing(fd):
             require_regular(fd)
             self._fill(fd, buffers)
-        return _name_file(temporary, Path(path))
+        return name_file(temporary, Path(path))
 
     def _new_temporary(self) -> Path:
         return self._temporary_path / f"{self._owner}-{secrets.token_hex(8)}"
@@ -408,7 +408,12 @@ def _require_folder(path: str) -> None:
         raise FileNotFoundError(errno.ENOENT, "no folder for the block", path)
 
 
-def _name_file(temporary: Path, path: Path) -> bool:
+def name_file(temporary: Path, path: Path) -> bool:
+    """Give a file that is whole its name; False when another has it.
+
+    Raises:
+        OSError: the system refused.
+    """
     try:
         os.link(temporary, path)
     except FileExistsError:

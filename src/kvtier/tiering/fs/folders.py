@@ -4,7 +4,7 @@
 encrypted, and the digits the first two of it in hex: 256 folders of a namespace hold 4,000 files each at a million
 blocks, which is little for a file system of today, and a new namespace is not busy making folders for its first
 thousands of blocks. Beside the namespaces stand ``.lock``, whose holder evicts, ``.usage``, the shared count of bytes,
-and ``tmp``.
+and ``tmp``. In a namespace's folder there may be a page, which says what model its blocks are of.
 
 What does not look like one of these names is not ours: it is neither counted nor removed.
 """
@@ -34,6 +34,8 @@ USAGE_NAME = ".usage"
 TENANTS_NAME = ".tenants"
 TEMPORARY_NAME = "tmp"
 NAMESPACE_DOCUMENT_NAME = "namespace.json"
+PAGE_NAME = "probe.page"
+NAMES_BESIDE_BLOCKS = frozenset({NAMESPACE_DOCUMENT_NAME, PAGE_NAME})
 MAX_DOCUMENT_BYTES = 2**20
 
 MAX_COUNTED_BLOCKS = 1000
@@ -195,10 +197,30 @@ def make_block_folder(
     Raises:
         OSError: the system refused.
     """
+    leaf = Path(block_path).parent
+    make_namespace_folder(root, namespace, file_mode, owner_name, (leaf.parent, leaf))
+    make_folder(leaf.parent, file_mode)
+    return make_folder(leaf, file_mode)
+
+
+def make_namespace_folder(
+    root: Path, namespace: FSNamespace, file_mode: int, owner_name: str, below: Sequence[Path] = ()
+) -> None:
+    """Make the tier's directory, the folder of a namespace, and the namespace's readable description.
+
+    Args:
+        root: the tier's directory.
+        namespace: whose folder it is.
+        file_mode: permissions of files.
+        owner_name: this process, as text.
+        below: folders that will be made in it, which must be no links either.
+
+    Raises:
+        OSError: the system refused.
+    """
     make_root(root, file_mode)
     top = Path(namespace.path)
-    leaf = Path(block_path).parent
-    for folder in (top, leaf.parent, leaf):
+    for folder in (top, *below):
         if folder.is_symlink():
             raise OSError(
                 errno.ELOOP, "is a link, behind which bytes are not counted: remove it", str(folder)
@@ -206,8 +228,6 @@ def make_block_folder(
     make_folder(top, file_mode)
     if not (top / NAMESPACE_DOCUMENT_NAME).exists():
         write_document(root, namespace, file_mode, owner_name)
-    make_folder(leaf.parent, file_mode)
-    return make_folder(leaf, file_mode)
 
 
 def refresh_document(root: Path, namespace: FSNamespace, file_mode: int, owner_name: str) -> None:
@@ -390,8 +410,9 @@ def _remove_if_long_empty(folder: Path, now_s: float) -> None:
     try:
         if now_s - folder.stat().st_mtime < EMPTY_FOLDER_TTL_S:
             return
-        if {entry.name for entry in _entries(str(folder))} == {NAMESPACE_DOCUMENT_NAME}:
-            (folder / NAMESPACE_DOCUMENT_NAME).unlink()
+        if {entry.name for entry in _entries(str(folder))} <= NAMES_BESIDE_BLOCKS:
+            for name in NAMES_BESIDE_BLOCKS:
+                (folder / name).unlink(missing_ok=True)
         folder.rmdir()
     except OSError:
         return  # not empty, or gone, or made again meanwhile: another process is at work

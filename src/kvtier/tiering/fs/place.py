@@ -24,7 +24,9 @@ from kvtier.tiering.fs.file_check import FileCheck, check_file
 from kvtier.tiering.fs.folders import (
     FOLDER_PATTERNS,
     LOCK_NAME,
+    NAMES_BESIDE_BLOCKS,
     NAMESPACE_DOCUMENT_NAME,
+    PAGE_NAME,
     TEMPORARY_NAME,
     TENANTS_NAME,
     USAGE_NAME,
@@ -279,7 +281,7 @@ def _require_readable(folder: Path) -> None:
 
 
 def _remove_folders(top: Path) -> None:
-    """Remove the folders of a namespace, as far as they are empty, and its document when nothing else is left."""
+    """Remove the folders of a namespace, as far as they are empty; its document and page when nothing else is left."""
     if top.is_symlink():
         return  # what is behind it is not the tier's
     folders: list[Path] = []
@@ -294,7 +296,8 @@ def _remove_folders(top: Path) -> None:
     document = top / NAMESPACE_DOCUMENT_NAME
     text = read_document(top)
     with suppress(OSError):
-        if {path.name for path in top.iterdir()} <= {NAMESPACE_DOCUMENT_NAME}:
+        if {path.name for path in top.iterdir()} <= NAMES_BESIDE_BLOCKS:
+            (top / PAGE_NAME).unlink(missing_ok=True)
             mode = stat.S_IMODE(document.stat().st_mode) if document.exists() else 0
             document.unlink(missing_ok=True)
             try:

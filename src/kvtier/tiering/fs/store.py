@@ -4,23 +4,34 @@
 removed, one of another namespace or version is left alone, and what is no regular file goes too.
 """
 
+import errno
 import logging
 import os
+import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvtier.base import OffloadKey
 from kvtier.departed import Loss, make_losses
+from kvtier.errors import TierError
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
-from kvtier.tiering.fs.block_file import plan_batch_files
+from kvtier.tiering.fs.block_file import name_file, plan_batch_files
 from kvtier.tiering.fs.block_writer import BlockWriter
 from kvtier.tiering.fs.directory import FSDirectory
 from kvtier.tiering.fs.evictor import Evictor
 from kvtier.tiering.fs.expiry import BlockExpiry
 from kvtier.tiering.fs.external_deletions import forget_missing
-from kvtier.tiering.fs.folders import FSNamespace, FSSiblings, namespace_path
+from kvtier.tiering.fs.folders import (
+    PAGE_NAME,
+    TEMPORARY_NAME,
+    FSNamespace,
+    FSSiblings,
+    make_namespace_folder,
+    namespace_path,
+)
 from kvtier.tiering.fs.index import KeyIndex
 from kvtier.tiering.fs.permissions import find_link
 from kvtier.tiering.fs.recycled_files import RecycledFiles, StoreOutcome
@@ -28,6 +39,7 @@ from kvtier.tiering.fs.system import FileStatus
 from kvtier.tiering.kit.backend import BlockStore, Rows, ThreadPages
 from kvtier.tiering.kit.envelope import FAILURE_OF_CHECK, FAULTS, HeaderCheck, check_block
 from kvtier.tiering.kit.io_pool import TransferOutcome
+from kvtier.tiering.kit.page_guard import MAX_PAGE_BYTES, PageKeeper
 from kvtier.tiering.kit.siblings import SiblingNamespaces
 from kvtier.tiering.kit.tenant_counts import TenantCounts
 
@@ -39,7 +51,7 @@ CLOSE_TIMEOUT_S = 1.0
 """Seconds for which the evicting thread is waited for. It touches no row: nothing depends on its end."""
 
 
-class FSBlockStore(BlockStore[FSNamespace]):
+class FSBlockStore(BlockStore[FSNamespace], PageKeeper[FSNamespace]):
     """Stores and loads some blocks at a time in files; keeps no state of its own.
 
     Args:
@@ -200,11 +212,55 @@ class FSBlockStore(BlockStore[FSNamespace]):
                 logger.warning("tier fs: wrong block %s cannot be removed: %s", path, error)
         namespace.index.evict(keys, Loss.DAMAGED)
 
+    def read_page(self, namespace: FSNamespace) -> bytes | None:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        with _explained():
+            try:
+                with os.fdopen(os.open(f"{namespace.path}/{PAGE_NAME}", flags), "rb") as file:
+                    return file.read(MAX_PAGE_BYTES) or b""
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                if error.errno != errno.ELOOP:
+                    raise
+                return b""  # a link is no page of ours
+
+    def create_page(self, namespace: FSNamespace, data: bytes) -> None:
+        directory = self._directory
+        if (refusal := directory.find_refusal()) is not None:
+            raise TierError("fs", refusal)
+        temporary = directory.root / TEMPORARY_NAME / f"{directory.owner}-{secrets.token_hex(8)}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with _explained():
+            make_namespace_folder(directory.root, namespace, directory.file_mode, str(directory.owner))
+            try:
+                with os.fdopen(os.open(temporary, flags, directory.file_mode), "wb") as file:
+                    os.fchmod(file.fileno(), directory.file_mode)
+                    file.write(data)
+                    file.flush()
+                    name_file(temporary, Path(namespace.path) / PAGE_NAME)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+    def remove_page(self, namespace: FSNamespace) -> None:
+        self._counters.add(damaged=1)
+        with _explained():
+            (Path(namespace.path) / PAGE_NAME).unlink(missing_ok=True)
+
     def stats(self) -> dict[str, float]:
         return self._counters.snapshot()
 
     def close(self) -> None:
         self._evictor.shutdown(CLOSE_TIMEOUT_S)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Turn what the system says of a page into the error of a tier."""
+    try:
+        yield
+    except OSError as error:
+        raise TierError("fs", f"the page of a namespace cannot be read or written: {error}") from error
 
 
 class BlockReader:

@@ -133,9 +133,10 @@ class FSTier(ThreadedTier[FSNamespace], EvictionReporter, PlaceTier, ProbedTier,
         if self._encryption is not None and not self._encryption.serves(key):
             return False
         index = self._namespace.index
-        if key in index:
+        is_known = key in index
+        if is_known and self._guarded.is_open:
             return True
-        if len(key) > MAX_KEY_BYTES or (index.is_complete and not self._is_shared):
+        if len(key) > MAX_KEY_BYTES or (index.is_complete and not self._is_shared and not is_known):
             return False
         return self._lookup.lookup(key)
 

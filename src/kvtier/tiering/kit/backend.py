@@ -110,6 +110,11 @@ class BlockStore(ABC, Generic[S]):
     Several threads call at once. ``S`` is the namespace handle: whatever the backend needs to reach one namespace.
     """
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a lookup may be answered from memory: nothing keeps the blocks that are known from being used."""
+        return True
+
     @abstractmethod
     def open_namespace(self, identity: Namespace, *, is_new: bool) -> S:
         """Return the handle of a namespace.

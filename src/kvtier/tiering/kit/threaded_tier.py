@@ -44,6 +44,7 @@ from kvtier.tiering.kit.envelope import MAX_KEY_BYTES
 from kvtier.tiering.kit.health import BackendHealth
 from kvtier.tiering.kit.io_pool import IOPool, Transfer, TransferOutcome, check_job, plan_max_joined_blocks
 from kvtier.tiering.kit.lookup import AsyncLookup, Generation
+from kvtier.tiering.kit.page_guard import guard_with_page
 from kvtier.tiering.kit.purging import BackgroundPurge, RemoveBlocks
 from kvtier.tiering.kit.tier_encryption import open_tier_encryption
 
@@ -225,7 +226,7 @@ class ThreadedTier(
             is_promotion=False,
             req_context=ReqContext("drop"),
         )
-        run = partial(self._drop, self._block_store, self._namespace, self._lookup.generation)
+        run = partial(self._drop, self._guarded, self._namespace, self._lookup.generation)
         self._pool.submit(own, run, self.settings.job_timeout_s)
 
     def end_step(self) -> None:
@@ -285,7 +286,7 @@ class ThreadedTier(
         found = self._purge.poll()
         if isinstance(found, PurgeOutcome):
             self._lookup.clear()  # what was found before is gone
-            self._block_store.on_purged()
+            self._guarded.on_purged()
             if self._encryption is not None:
                 # The backend has keyed names. Without keys every announced block is withdrawn.
                 return PurgeOutcome(found.num_blocks, error=found.error)
@@ -322,7 +323,7 @@ class ThreadedTier(
         timeout_s, now_s, generation = self.settings.job_timeout_s, self._clock(), self._lookup.generation
         bound = self._bound.get(move) if may_join else None
         if bound is None or bound.generation != generation or bound.until_s < now_s:
-            block_store = self._block_store.with_deadline(now_s + timeout_s)
+            block_store = self._guarded.with_deadline(now_s + timeout_s)
             run: Transfer = partial(move, block_store, self._namespace, generation)
             if self._encryption is not None:
                 run = self._encryption.bind(run)
@@ -343,13 +344,16 @@ class ThreadedTier(
         if self._encryption is not None:
             identity = self._encryption.open_namespace(identity)
         self._namespace_name = identity.name
-        return self._block_store.open_namespace(identity, is_new=bool(epoch))
+        store, model = self._block_store, None if epoch else self.config.model
+        namespace = store.open_namespace(identity, is_new=bool(epoch))
+        self._guarded = guard_with_page(store, self._name, model, identity, namespace, self._clock)
+        return namespace
 
     def _contains_batch(self, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
         if self._encryption is not None:
             self._encryption.refresh()
         try:
-            held = self._block_store.contains_batch(self._namespace, keys)
+            held = self._guarded.contains_batch(self._namespace, keys)
         except Exception as error:  # noqa: BLE001  # foreign: as above; it costs these lookups
             self._health.on_failure(_as_tier_error(self._name, error), num_unanswered=1)
             return ()

@@ -168,14 +168,18 @@ class Client:
                 return self._expiry is not None and self._replace_if_over(path, buffers)
             return True
 
-    def get(self, path: str, max_bytes: int) -> Fetched | None:
-        """Read an object, or only its beginning when it is longer than ``max_bytes``; None when there is none."""
+    def get(self, path: str, max_bytes: int, *, is_lasting: bool = False) -> Fetched | None:
+        """Read an object, or only its beginning when it is longer than ``max_bytes``; None when there is none.
+
+        One that is over is none either, unless it is lasting.
+        """
         if self._is_endless(path):
             return Fetched(0, memoryview(b""))
         with self._explained():
             try:
                 result = obstore.get(self._store, path)
-                if self._expiry is not None and self._expiry.is_over(result.meta["last_modified"]):
+                expiry = None if is_lasting else self._expiry
+                if expiry is not None and expiry.is_over(result.meta["last_modified"]):
                     return None
                 num_bytes = result.meta["size"]
                 if num_bytes <= max_bytes:

@@ -4,7 +4,8 @@
 pointer to it; its name is its key, or keyed bytes where blocks are encrypted. The digits are the name's first two in
 hex, so that a store that partitions by name sees 256 starts of names.
 ``<root>/<namespace>/groups/<number>.kvg`` holds several blocks, its number is drawn at random.
-``<root>/<namespace>/namespace.json`` says for people what the blocks are of.
+``<root>/<namespace>/namespace.json`` says for people what the blocks are of, and ``probe.page`` beside it, where
+there is one, for engines.
 
 Whatever does not look like the first two is not ours to count or to remove.
 """
@@ -23,6 +24,7 @@ from kvtier.tiering.kit.block_format import BlockFormat, BlockName, format_of
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, POINTER_CODEC, HeaderCheck
 
 NAMESPACE_DOCUMENT_NAME = "namespace.json"
+PAGE_NAME = "probe.page"
 GROUP_ID_BYTES = 16
 
 _OWN = re.compile(
@@ -117,6 +119,11 @@ class ObjNamespace:
     def document_path(self) -> str:
         """Name of the readable description."""
         return f"{self.path}/{NAMESPACE_DOCUMENT_NAME}"
+
+    @property
+    def page_path(self) -> str:
+        """Name of the page."""
+        return f"{self.path}/{PAGE_NAME}"
 
     def block_path(self, key: OffloadKey) -> str:
         """Return the name of the block of ``key``, or of the pointer to it."""

@@ -28,7 +28,7 @@ from kvtier.tiering.kit.place import (
     check_value,
 )
 from kvtier.tiering.obj.client import Client
-from kvtier.tiering.obj.layout import NAMESPACE_DOCUMENT_NAME, is_own, namespace_path
+from kvtier.tiering.obj.layout import NAMESPACE_DOCUMENT_NAME, PAGE_NAME, is_own, namespace_path
 from kvtier.tiering.obj.settings import ObjSettings
 from kvtier.tiering.obj.target import Service
 
@@ -88,7 +88,7 @@ class ObjPlace(Place):
             if not is_own(self._root, listed.path):
                 if listed.path == self._document_path(name):
                     self._documents.add(name)
-                else:
+                elif listed.path != self._page_path(name):
                     self._foreign = self._foreign.plus(1, listed.num_bytes)
                 continue
             self._names.add(name)
@@ -122,10 +122,13 @@ class ObjPlace(Place):
     def end_removal(self, namespaces: Collection[str]) -> None:
         left = {block.namespace for block in self.blocks(namespaces)} if namespaces else set()
         documents = [self._document_path(name) for name in namespaces if name not in left]
-        self._client.remove(documents)
+        self._client.remove([*documents, *(self._page_path(name) for name in namespaces if name not in left)])
 
     def _document_path(self, name: str) -> str:
         return f"{namespace_path(self._root, name)}/{NAMESPACE_DOCUMENT_NAME}"
+
+    def _page_path(self, name: str) -> str:
+        return f"{namespace_path(self._root, name)}/{PAGE_NAME}"
 
     def _read_document(self, name: str) -> str:
         fetched = self._client.get(self._document_path(name), MAX_DOCUMENT_BYTES)

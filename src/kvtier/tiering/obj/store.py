@@ -24,6 +24,7 @@ from kvtier.tiering.kit.envelope import (
 )
 from kvtier.tiering.kit.io_pool import TransferOutcome
 from kvtier.tiering.kit.losses import BackendLosses
+from kvtier.tiering.kit.page_guard import MAX_PAGE_BYTES, PageKeeper
 from kvtier.tiering.kit.place import name_place
 from kvtier.tiering.kit.siblings import SiblingNamespaces
 from kvtier.tiering.obj.client import OVER, Client
@@ -42,7 +43,7 @@ from kvtier.tiering.obj.siblings import FIRST_PAUSE_S, ObjSiblings
 logger = logging.getLogger(__name__)
 
 
-class ObjBlockStore(BlockStore[ObjNamespace]):
+class ObjBlockStore(BlockStore[ObjNamespace], PageKeeper[ObjNamespace]):
     """Stores and loads some blocks at a time; what it knows of a namespace is in its namespace.
 
     Args:
@@ -159,6 +160,17 @@ class ObjBlockStore(BlockStore[ObjNamespace]):
     def drop(self, namespace: ObjNamespace, keys: Sequence[OffloadKey]) -> None:
         # The block, or its pointer into a group, which may hold others and ages by itself.
         self._client.remove([namespace.block_path(key) for key in keys])
+
+    def read_page(self, namespace: ObjNamespace) -> bytes | None:
+        fetched = self._client.get(namespace.page_path, MAX_PAGE_BYTES, is_lasting=True)
+        return None if fetched is None else bytes(fetched.body)
+
+    def create_page(self, namespace: ObjNamespace, data: bytes) -> None:
+        self._client.put_new(namespace.page_path, [data])
+
+    def remove_page(self, namespace: ObjNamespace) -> None:
+        self._counters.add(damaged=1)
+        self._client.remove([namespace.page_path])
 
     def on_purged(self) -> None:
         self.losses.clear()

@@ -1,7 +1,8 @@
 """The readable descriptions of the namespaces in a slab, in a file beside it, and what they say of others' blocks.
 
 It is one JSON object: the document of each namespace under its name, the one of the last engine at the end. Nothing
-depends on it. An older version kept the document of the last engine alone, which is read too.
+depends on it. An older version kept the document of the last engine alone, which is read too. The page of a namespace,
+which says what model its blocks are of, is a file of its own beside it.
 """
 
 import hashlib
@@ -10,12 +11,14 @@ import logging
 import os
 import stat
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from kvtier.base import OffloadKey
 from kvtier.departed import DepartedBlocks
 from kvtier.misses import Miss
 from kvtier.namespace import Namespace
+from kvtier.tiering.kit.page_guard import MAX_PAGE_BYTES
 from kvtier.tiering.kit.siblings import (
     SiblingPlace,
     amount_in_words,
@@ -34,6 +37,8 @@ MAX_DOCUMENTS = 16
 """Namespaces described; a slab has had as many models only on a machine that tries them. More make a larger file."""
 
 MAX_FILE_BYTES = 2**24
+
+PAGE_SUFFIX = ".probe.page"
 
 
 def document_path(slab_path: Path) -> Path:
@@ -122,6 +127,59 @@ class SlabSiblings:
         self._blocks = None
 
 
+class SlabPages:
+    """The pages of the namespaces of a slab, files beside it.
+
+    Where none can be written, one WARNING says so and this process goes on with a page that no later one finds.
+
+    Args:
+        slab_path: the slab.
+    """
+
+    def __init__(self, slab_path: Path) -> None:
+        self._slab_path = slab_path
+        self._unwritten: dict[str, bytes] = {}
+
+    def read(self, name: str) -> bytes | None:
+        """Return the page of the namespace of that name, None where there is none."""
+        try:
+            return _read_regular(self._path_of(name), MAX_PAGE_BYTES)
+        except FileNotFoundError:
+            return self._unwritten.get(name)
+        except OSError:
+            return self._unwritten.get(name, b"")
+
+    def create(self, name: str, data: bytes) -> None:
+        """Write a page unless there is one; the oldest of too many go."""
+        path = self._path_of(name)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            temporary.unlink(missing_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+            with os.fdopen(os.open(temporary, flags, FILE_MODE), "wb") as file:
+                file.write(data)
+            # Its engine locks the slab, so that no other writes one meanwhile.
+            temporary.rename(path)
+            for old in sorted(self._paths(), key=lambda found: found.stat().st_mtime)[:-MAX_DOCUMENTS]:
+                old.unlink(missing_ok=True)
+        except OSError as error:
+            self._unwritten[name] = data
+            logger.warning("tier slab: %s was not written: %s", path, error)
+
+    def remove(self, names: Collection[str] | None = None) -> None:
+        """Remove the pages of some namespaces; None: all."""
+        for path in self._paths() if names is None else map(self._path_of, names):
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    def _path_of(self, name: str) -> Path:
+        return self._slab_path.with_name(f"{self._slab_path.name}.{name}{PAGE_SUFFIX}")
+
+    def _paths(self) -> list[Path]:
+        start, folder = f"{self._slab_path.name}.", self._slab_path.parent
+        return [path for path in folder.glob(f"*{PAGE_SUFFIX}") if path.name.startswith(start)]
+
+
 def drop_documents(path: Path, names: Collection[str]) -> None:
     """Take the documents of some namespaces out of a file; without one left the file goes.
 
@@ -138,7 +196,7 @@ def drop_documents(path: Path, names: Collection[str]) -> None:
         path.unlink(missing_ok=True)
 
 
-def _read_regular(path: Path) -> bytes:
+def _read_regular(path: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
     """Return the beginning of a file; what is none, a pipe for example, is not waited for.
 
     Raises:
@@ -146,7 +204,7 @@ def _read_regular(path: Path) -> bytes:
     """
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(fd, "rb") as file:
-        return file.read(MAX_FILE_BYTES) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
+        return file.read(max_bytes) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
 
 
 def _replace(path: Path, documents: Mapping[str, str]) -> None:

@@ -39,7 +39,7 @@ from kvtier.tiering.kit.place import (
     PlaceSummary,
     TierFinding,
 )
-from kvtier.tiering.slab.documents import document_path, drop_documents, read_documents
+from kvtier.tiering.slab.documents import SlabPages, document_path, drop_documents, read_documents
 from kvtier.tiering.slab.scan import oldest_unfinished
 from kvtier.tiering.slab.settings import SlabSettings, explain_shrinking
 from kvtier.tiering.slab.superblock import (
@@ -174,6 +174,7 @@ class SlabPlace(Place):
             return
         try:
             drop_documents(document_path(self._path), namespaces)
+            SlabPages(self._path).remove(namespaces)
             os.fsync(self._locked_fd)
         except OSError as error:
             raise TierError(TIER_TYPE, f"{self._path} was not written: {error.strerror}") from error

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice, repeat
+from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.base import OffloadKey
@@ -21,7 +22,9 @@ from kvtier.tiering.kit.disk import checksum_ahead, plan_num_checksums_ahead
 from kvtier.tiering.kit.envelope import FAILURE_OF_CHECK, FAULTS, HEADER_PAGE_BYTES, HeaderCheck
 from kvtier.tiering.kit.health import OutageLog
 from kvtier.tiering.kit.io_pool import TransferOutcome
+from kvtier.tiering.kit.page_guard import PageKeeper
 from kvtier.tiering.kit.purging import BATCH_BLOCKS, Batches, Removed
+from kvtier.tiering.slab.documents import SlabPages
 from kvtier.tiering.slab.expiry import NO_TIME
 from kvtier.tiering.slab.reopening import CurrentSlab, OpenSlab
 from kvtier.tiering.slab.scan import write_header
@@ -60,7 +63,7 @@ class Move(NamedTuple):
     row: memoryview
 
 
-class SlabBlockStore(BlockStore[SlabNamespace]):
+class SlabBlockStore(BlockStore[SlabNamespace], PageKeeper[SlabNamespace]):
     """Stores and loads some blocks at a time in slots; keeps no state but header pages per thread.
 
     Args:
@@ -85,6 +88,9 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
         self._counters = Counters(*COUNTER_NAMES)
         self._of_thread = threading.local()
         self._scratch = ThreadPages(max_task_blocks, rows.row_bytes)
+        self._pages = SlabPages(Path(current.opened.file.path))
+        if current.opened.file.is_new:
+            self._pages.remove()  # of a slab that was here before
         self._outage = OutageLog(f"tier slab at {current.opened.file.path}")
 
     def open_namespace(self, identity: Namespace, *, is_new: bool) -> SlabNamespace:
@@ -108,6 +114,16 @@ class SlabBlockStore(BlockStore[SlabNamespace]):
     ) -> TransferOutcome:
         with self._current.use() as opened:
             return self._load(opened, namespace, keys, slots)
+
+    def read_page(self, namespace: SlabNamespace) -> bytes | None:
+        return self._pages.read(namespace.identity.name)
+
+    def create_page(self, namespace: SlabNamespace, data: bytes) -> None:
+        self._pages.create(namespace.identity.name, data)
+
+    def remove_page(self, namespace: SlabNamespace) -> None:
+        self._counters.add(damaged=1)
+        self._pages.remove([namespace.identity.name])
 
     def stats(self) -> dict[str, float]:
         return self._counters.snapshot() | self._current.opened.slots.stats()

@@ -148,9 +148,10 @@ class SlabTier(
         # Whether it is complete is read first: what is adopted between the two reads is found.
         opened = self._slab.opened
         is_complete = opened.indexer.is_complete
-        if opened.slots.is_held(self._namespace, key):
+        is_held = opened.slots.is_held(self._namespace, key)
+        if is_held and self._guarded.is_open:
             return True
-        if is_complete or len(key) > MAX_KEY_BYTES:
+        if (is_complete and not is_held) or len(key) > MAX_KEY_BYTES:
             return False
         return self._lookup.lookup(key)
 

@@ -1,7 +1,7 @@
 """The names under which servers have the values of the tier, and how to read them back.
 
 A block is ``kvtier:{<namespace>:<name in hex>}``, its name being its key, or keyed bytes where blocks are encrypted,
-and ``kvtier:{<namespace>}:namespace.json`` describes a namespace.
+and ``kvtier:{<namespace>}:namespace.json`` describes a namespace; ``kvtier:{<namespace>}:probe.page`` is its page.
 The braces are a cluster's hash tag: what stands in them decides the node. Anything else that may ever be kept of one
 block goes to the same node, and blocks spread over all of them.
 """
@@ -19,6 +19,7 @@ LIST_NAME = b"kvtier:{namespaces}"
 
 _BLOCK = re.compile(rb"kvtier:\{([0-9a-f]{32}):((?:[0-9a-f]{2}){1,40})\}")
 _DOCUMENT = re.compile(rb"kvtier:\{([0-9a-f]{32})\}:namespace\.json")
+_PAGE = re.compile(rb"kvtier:\{[0-9a-f]{32}\}:probe\.page")
 
 
 class ServerName(NamedTuple):
@@ -36,6 +37,16 @@ def block_name(namespace_name: str, name: BlockName) -> bytes:
 def document_name(namespace_name: str) -> bytes:
     """Return the name of the description of a namespace. Pure."""
     return f"kvtier:{{{namespace_name}}}:namespace.json".encode()
+
+
+def page_name(namespace_name: str) -> bytes:
+    """Return the name of the page of a namespace. Pure."""
+    return f"kvtier:{{{namespace_name}}}:probe.page".encode()
+
+
+def is_beside_blocks(name: bytes) -> bool:
+    """Return whether ``name`` is ours and that of no block. Pure."""
+    return name == LIST_NAME or parse_document_name(name) is not None or _PAGE.fullmatch(name) is not None
 
 
 def parse_block_name(name: bytes) -> ServerName | None:

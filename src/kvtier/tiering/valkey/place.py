@@ -33,6 +33,8 @@ from kvtier.tiering.valkey.names import (
     LIST_NAME,
     ServerName,
     document_name,
+    is_beside_blocks,
+    page_name,
     parse_block_name,
     parse_document_name,
 )
@@ -220,8 +222,7 @@ class ValkeyPlace(Place):
                 for name in page:
                     found = parse_block_name(name)
                     if found is None:
-                        is_ours = name == LIST_NAME or parse_document_name(name) is not None
-                        self._foreign = self._foreign.plus(not is_ours, 0)
+                        self._foreign = self._foreign.plus(not is_beside_blocks(name), 0)
                     elif namespaces is None or found.namespace in namespaces:
                         wanted.append((name, found))
                 yield from _ask(node, wanted)
@@ -254,6 +255,7 @@ class ValkeyPlace(Place):
         left = {block.namespace for block in self.blocks(namespaces)}
         gone = [name for name in namespaces if name not in left]
         commands: list[tuple[Word, ...]] = [("UNLINK", document_name(name)) for name in gone]
+        commands += [("UNLINK", page_name(name)) for name in gone]
         commands += [("ZREM", LIST_NAME, *gone)] if gone else []
         for node in self._nodes.values():
             node.execute_all(commands)  # a node that has it not refuses, and no more

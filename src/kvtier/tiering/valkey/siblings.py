@@ -21,7 +21,15 @@ from kvtier.tiering.kit.siblings import (
 from kvtier.tiering.valkey.connection import Command, ReplyOrError, make_command
 from kvtier.tiering.valkey.errors import TIER_TYPE
 from kvtier.tiering.valkey.names import LIST_NAME, block_name, document_name
-from kvtier.tiering.valkey.resp import Reply, ReplyReader, Tree, encode, read_strings, read_tree
+from kvtier.tiering.valkey.resp import (
+    MAX_REPLY_BYTES,
+    Reply,
+    ReplyReader,
+    Tree,
+    encode,
+    read_strings,
+    read_tree,
+)
 from kvtier.tiering.valkey.servers import Servers
 
 PERMISSIONS = "+zadd +zremrangebyrank +zrevrange +getrange +scan"
@@ -92,13 +100,15 @@ class Answer:
 
     Attributes:
         tree: the reply, once it was read.
+        max_bytes: of it, at most.
     """
 
     tree: Tree = None
+    max_bytes: int = MAX_REPLY_BYTES
 
     def read(self, reader: ReplyReader) -> Reply:
         """Read the reply, likewise."""
-        self.tree = read_tree(reader)
+        self.tree = read_tree(reader, self.max_bytes)
         return self.tree if isinstance(self.tree, Reply) else Reply("+")
 
 

@@ -26,20 +26,24 @@ from kvtier.tiering.kit.envelope import (
 )
 from kvtier.tiering.kit.io_pool import TransferOutcome
 from kvtier.tiering.kit.losses import BackendLosses
+from kvtier.tiering.kit.page_guard import CHECK_S, MAX_PAGE_BYTES, PageKeeper
 from kvtier.tiering.kit.quota_keeper import QuotaKeeper
 from kvtier.tiering.kit.siblings import SiblingNamespaces
 from kvtier.tiering.valkey.connection import Command, ReplyOrError, error_code, make_command
 from kvtier.tiering.valkey.errors import TIER_TYPE
-from kvtier.tiering.valkey.names import LIST_NAME, ValkeyNamespace, document_name
+from kvtier.tiering.valkey.names import LIST_NAME, ValkeyNamespace, document_name, page_name
 from kvtier.tiering.valkey.resp import Reply, ReplyReader, encode, encode_set, read_value
 from kvtier.tiering.valkey.servers import Servers, raise_if_all_refused
-from kvtier.tiering.valkey.siblings import FIRST_PAUSE_S, ValkeySiblings, listing_commands
+from kvtier.tiering.valkey.siblings import FIRST_PAUSE_S, Answer, ValkeySiblings, listing_commands
 
 logger = logging.getLogger(__name__)
 
 MAX_LOOKUPS = 1024
 """Lookups sent before their replies are read. Both sides' buffers take ten times as many; fewer would look up a
 long prefix in several turns."""
+
+PAGE_MARGIN_MS = int(4000 * CHECK_S)
+"""Milliseconds that a page lives longer than a block, which covers the pause between two looks at it."""
 
 COUNTS = (
     "hits",
@@ -137,7 +141,7 @@ class DescribedNamespaces:
         self._names.discard(name)
 
 
-class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
+class ValkeyBlockStore(BlockStore[ValkeyNamespace], PageKeeper[ValkeyNamespace]):
     """Stores and loads some blocks at a time; keeps no state but counts, and which namespaces it has described.
 
     Args:
@@ -296,6 +300,29 @@ class ValkeyBlockStore(BlockStore[ValkeyNamespace]):
         listing = listing_commands(namespace.identity.name, self._wall_clock(), self._ttl_ms)
         (reply,) = self._run([make_command(b"SET", name, text, b"NX", *expiry)], listing)
         return isinstance(reply, Reply) and reply.kind == "+"
+
+    def read_page(self, namespace: ValkeyNamespace) -> bytes | None:
+        name = page_name(namespace.identity.name)
+        answer = Answer(max_bytes=MAX_PAGE_BYTES)
+        get = Command(name, (encode(b"GET", name),), answer.read)
+        # Longer than the blocks that are stored until it is read again.
+        lives = () if self._ttl_ms is None else (b"%d" % (self._ttl_ms + PAGE_MARGIN_MS),)
+        (reply,) = self._run([get], [make_command(b"PEXPIRE", name, *lives)] if lives else [])
+        if not isinstance(reply, Reply):
+            raise TierError(TIER_TYPE, f"the page of a namespace cannot be read: {reply}")
+        if error_code(reply) == "WRONGTYPE":
+            return b""
+        if reply.kind == "-":
+            raise TierError(TIER_TYPE, f"the page of a namespace cannot be read: {error_code(reply)}")
+        return answer.tree if isinstance(answer.tree, bytes) else None
+
+    def create_page(self, namespace: ValkeyNamespace, data: bytes) -> None:
+        lives = () if self._ttl_ms is None else (b"PX", b"%d" % (self._ttl_ms + PAGE_MARGIN_MS))
+        self._run([make_command(b"SET", page_name(namespace.identity.name), data, b"NX", *lives)])
+
+    def remove_page(self, namespace: ValkeyNamespace) -> None:
+        self._counters.add(damaged=1)
+        self._run([make_command(b"UNLINK", page_name(namespace.identity.name))])
 
     def drop(self, namespace: ValkeyNamespace, keys: Sequence[OffloadKey]) -> None:
         self._remove(namespace, keys)
