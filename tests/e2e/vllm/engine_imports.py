@@ -19,10 +19,12 @@ ENVIRONMENT = {
     # step's hundreds of barriers waits until the scheduler runs it again.
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
 }
 """Variables of every engine's process; some are read while vLLM or torch is imported."""
 
 MODULES = (
+    "tests.e2e.vllm.without_tiles",
     "vllm.entrypoints.llm",
     "vllm.v1.engine.core",
     "vllm.v1.executor.uniproc_executor",

@@ -34,8 +34,6 @@ def test_a_prompt_in_a_batch_is_no_fault(llama: str, dtype: str) -> None:
 
     assert stats["audit.requests"] == 12
     assert stats["audit.equal_blocks"] + stats["audit.close_blocks"] == 12 * NUM_BLOCKS
-    # vLLM's CPU kernels of 16-bit types add in the same order whatever the batch; those of float32 do not.
-    assert dtype != "float32" or stats["audit.close_blocks"] > 0
     assert stats["audit.wrong_blocks"] == 0
     assert stats["connector.missed_tokens.audited"] == 12 * WHOLE_TOKENS
 

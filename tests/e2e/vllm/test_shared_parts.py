@@ -155,7 +155,12 @@ def with_latents(
         model,
         settings,
         num_device_blocks=160,
-        engine_arguments={"block_size": LATENT_BLOCK_TOKENS, "max_num_batched_tokens": 2048, **arguments},
+        engine_arguments={
+            "block_size": LATENT_BLOCK_TOKENS,
+            "max_num_batched_tokens": 2048,
+            "attention_backend": "CPU_MLA",  # with AMX tiles vLLM takes one that refuses float32
+            **arguments,
+        },
         environment=ONE_CORE_EACH if arguments else {},
         keeps_prefix_caching=True,
     )

@@ -18,7 +18,11 @@ from tests.e2e.vllm.test_fs_tier import settings_with
 from kvtier.limits import count_usable_cores
 
 PROMPTS = make_cycle(4)
-TWO_WORKERS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+TWO_WORKERS = {
+    "tensor_parallel_size": 2,
+    "distributed_executor_backend": "mp",
+    "worker_extension_cls": "tests.e2e.vllm.without_tiles.WithoutTiles",
+}
 ONE_CORE_EACH = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 
 pytestmark = pytest.mark.skipif(count_usable_cores() < 2, reason="two workers need two cores")
