@@ -10,4 +10,4 @@ torch.cpu._is_amx_tile_supported = lambda: False
 
 
 class WithoutTiles:
-    """An extension of vLLM's workers that adds nothing: a worker in a process of its own imports it, and this module."""
+    """An extension of vLLM's workers that adds nothing: a worker in a process of its own imports this module for it."""
