@@ -19,7 +19,6 @@ ENVIRONMENT = {
     # step's hundreds of barriers waits until the scheduler runs it again.
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
 }
 """Variables of every engine's process; some are read while vLLM or torch is imported."""
 
