@@ -78,7 +78,7 @@ LOSSES = MappingProxyType(
         ),
         TierDeparture.NO_ROOM: (
             "tier {tier} did not take {num}: {remedy}",
-            "it has no room, so give it more capacity or free its disk, or no key of their tenant, which the log says",
+            "it has no room, so give it more capacity or free its disk; or another reason, which the log says",
         ),
     }
 )

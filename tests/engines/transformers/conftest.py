@@ -10,6 +10,7 @@ from tests.tiering.patience import be_patient
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvtier.engines.transformers import EngineConfig, GenerationResult, KVTierEngine
+from kvtier.misses import Miss, MissCause, RequestRecord
 
 VOCABULARY = 97
 """Small, so that a wrong block changes the most likely token soon."""
@@ -56,6 +57,14 @@ class Tiny:
             eos_token_id=None,
         )
         return GPT2LMHeadModel(config)
+
+
+def misses_of(engine: KVTierEngine) -> list[Miss]:
+    """Return why blocks of the last request were computed, those of its end aside."""
+    assert engine._driver is not None
+    last: RequestRecord = engine._driver._scheduler.records.latest[-1]
+    last.check()
+    return [run.miss for run in last.missed if run.miss.cause is not MissCause.PARTIAL_BLOCK]
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM
 from kvtier.engines.transformers import KVTierEngine
 from kvtier.observe.audit import read_saved
 from kvtier.testing.clock import ManualClock
+from kvtier.tiering.fs.folders import PAGE_NAME
 
 MakeEngine = Callable[..., KVTierEngine]
 PromptOf = Callable[[int, int], list[int]]
@@ -67,8 +68,12 @@ def test_blocks_of_other_weights_under_the_same_name_are_found_and_deleted(
     before.shutdown()
     wrong = set(tmp_path.rglob("*.kv"))
     assert len(wrong) == NUM_BLOCKS
+    (page,) = tmp_path.rglob(PAGE_NAME)
+    page.unlink()  # with it the second engine would not use the tier
     settings = settings_of(tmp_path, audit_limit=100)
     after = make_engine(tiny.llama(1), extra_config=settings, **IDENTITY)
+    after.run(prompt[::-1], 2)
+    assert after.drain(60.0)  # its own page is there
 
     with caplog.at_level(logging.ERROR):
         after.run(prompt, 24)

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import redis
 import torch
+from tests.engines.transformers.conftest import misses_of
 from tests.tiering.valkey.conftest import valkey_binary
 from tests.tiering.valkey.live import LiveServer
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from kvtier.cli.main import main
 from kvtier.engines.transformers import KVTierEngine
+from kvtier.misses import MissCause
 from kvtier.tiering.kit import page_guard
 
 pytestmark = pytest.mark.servers
@@ -222,6 +224,7 @@ def test_of_engines_that_were_built_before_either_served_the_second_to_store_sta
     first.run(shared_site.prompt, 1)
     assert first.drain(WAIT_S)
     assert second.run(shared_site.prompt, 1).sources == shared_site.miss()
+    assert {miss.cause for miss in misses_of(second)} == {MissCause.TIER_DOWN}
     second.drain(WAIT_S)
     assert second.stats()[f"tier.0.{shared_site.tier}.stored_blocks"] == 0
     assert len(errors(caplog)) == 1

@@ -144,7 +144,7 @@ class FSTier(ThreadedTier[FSNamespace], EvictionReporter, PlaceTier, ProbedTier,
         self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
     ) -> Miss | None:
         del req_context
-        known = self.explain_keyless(key) or self._store_of_files.losses.explain(key)
+        known = self.explain_unused(key) or self._store_of_files.losses.explain(key)
         return known or self._store_of_files.siblings.explain(key)
 
     def reset(self, epoch: bytes) -> None:

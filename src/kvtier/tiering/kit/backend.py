@@ -115,6 +115,11 @@ class BlockStore(ABC, Generic[S]):
         """Whether a lookup may be answered from memory: nothing keeps the blocks that are known from being used."""
         return True
 
+    @property
+    def refusal(self) -> str:
+        """Why nothing of the namespace is moved, in a few words; empty where it is, and before the first look."""
+        return ""
+
     @abstractmethod
     def open_namespace(self, identity: Namespace, *, is_new: bool) -> S:
         """Return the handle of a namespace.

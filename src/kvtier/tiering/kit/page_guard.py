@@ -37,6 +37,9 @@ share a namespace whose page was removed."""
 MAX_PAGE_BYTES = 2**26
 """What is longer is no page: 8 tokens of a large model are some MiB."""
 
+ANOTHER_MODEL = "its page is another model's"
+"""Why a namespace is not used whose page differs from the engine's own."""
+
 MAX_ATTEMPTS = 3
 """Readings of a page that is absent or damaged, and is made anew, before it is left for the next call."""
 
@@ -75,6 +78,7 @@ class PageCheck(Generic[S]):
 
     Attributes:
         is_right: whether it was at the last look; False before the first.
+        refusal: what was wrong at the last look, in a few words; empty where nothing was, or there was no page.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class PageCheck(Generic[S]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.is_right = False
+        self.refusal = ""
         self._tier = tier
         self._page = page
         self._name = identity.name
@@ -121,7 +126,7 @@ class PageCheck(Generic[S]):
         for _ in range(MAX_ATTEMPTS):
             kept = keeper.read_page(self._namespace)
             if kept is None:
-                self.is_right = False
+                self._conclude("", is_right=False)
                 if not may_create:
                     return
                 header, payload = self._format.seal(PAGE_KEY, memoryview(self._page.data), None)
@@ -132,7 +137,7 @@ class PageCheck(Generic[S]):
                 self._judge(self._page.differs(data))
                 self._until_s = self._clock() + CHECK_S
                 return
-            self.is_right = False
+            self._conclude(f"its page cannot be read ({found.value})", is_right=False)
             self._say(logging.WARNING, f"its page is {FAILURE_OF_CHECK[found].value} ({found.value})")
             if FAILURE_OF_CHECK[found] is not TierFailure.DAMAGED:
                 return
@@ -146,13 +151,16 @@ class PageCheck(Generic[S]):
         return found, bytes(payload)
 
     def _judge(self, difference: str) -> None:
-        self.is_right = not difference
+        self._conclude(ANOTHER_MODEL if difference else "", is_right=not difference)
         if difference:
             self._say(
                 logging.ERROR,
                 f"{difference}: its blocks are of another model that has the same name, so it is not used: give each "
                 "model a model_revision of its own, or the engine another tenant_salt",
             )
+
+    def _conclude(self, refusal: str, *, is_right: bool) -> None:
+        self.refusal, self.is_right = refusal, is_right
 
     def _say(self, level: int, text: str) -> None:
         if text not in self._said:
@@ -177,6 +185,10 @@ class GuardedStore(BlockStore[S]):
     @property
     def is_open(self) -> bool:
         return self._check.is_right
+
+    @property
+    def refusal(self) -> str:
+        return self._check.refusal
 
     def open_namespace(self, identity: Namespace, *, is_new: bool) -> S:
         return self._store.open_namespace(identity, is_new=is_new)

@@ -332,11 +332,12 @@ class ThreadedTier(
                 self._bound[move] = bound
         self._pool.submit(job, bound.run, timeout_s)
 
-    def explain_keyless(self, key: OffloadKey) -> Miss | None:
-        """Return that the ring has no key for the tenant of ``key``; None where it has, or nothing is encrypted."""
-        if self._encryption is None or self._encryption.serves(key):
-            return None
-        return Miss(MissCause.LIMITED, self.get_tier_type(), MappingProxyType({"reason": NO_KEY_REASON}))
+    def explain_unused(self, key: OffloadKey) -> Miss | None:
+        """Return that there is no key for the tenant of ``key``, or why the namespace is not used; None otherwise."""
+        has_key = self._encryption is None or self._encryption.serves(key)
+        reason = self._guarded.refusal if has_key else NO_KEY_REASON
+        cause = MissCause.TIER_DOWN if has_key else MissCause.LIMITED
+        return Miss(cause, self.get_tier_type(), MappingProxyType({"reason": reason})) if reason else None
 
     def _open_namespace(self, epoch: bytes) -> S:
         # A new epoch is random: nothing can have been stored in it.

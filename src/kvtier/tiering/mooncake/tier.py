@@ -120,7 +120,7 @@ class MooncakeTier(ThreadedTier[MooncakeNamespace], PlaceTier, ProbedTier, MissE
         self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
     ) -> Miss | None:
         del req_context
-        return self.explain_keyless(key) or self._losses.explain(key) or self._siblings.explain(key)
+        return self.explain_unused(key) or self._losses.explain(key) or self._siblings.explain(key)
 
     def reset(self, epoch: bytes) -> None:
         super().reset(epoch)

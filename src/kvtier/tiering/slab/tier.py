@@ -161,7 +161,7 @@ class SlabTier(
         del req_context
         if not self._slab.opened.indexer.is_complete:
             return Miss(MissCause.TIER_DOWN, TIER_TYPE, MappingProxyType({"reason": "indexing"}))
-        known = self.explain_keyless(key) or self._losses.explain(key)
+        known = self.explain_unused(key) or self._losses.explain(key)
         return known or self._slab.opened.indexer.siblings.explain(key)
 
     def reset(self, epoch: bytes) -> None:
