@@ -102,7 +102,7 @@ fuzz: $(STAMP)  ## the tests of Hypothesis with EXAMPLES times their examples, o
 	KVTIER_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -m hypothesis -o timeout=0 -o faulthandler_timeout=0 $(ARGS)
 
 storm: $(STAMP)  ## the connector, managers and tiers under every fault at once for a minute, or make storm SEED=7 ARGS="--minutes 10"
-	$(BIN)/python -m kvtier.testing.storm $(if $(SEED),--seed $(SEED)) $(or $(ARGS),--minutes 1)
+	$(BIN)/python -m tests.storm $(if $(SEED),--seed $(SEED)) $(or $(ARGS),--minutes 1)
 
 mutants: $(STAMP)  ## which planted bugs the storm finds, and which the suites: half an hour
 	$(BIN)/python -m scripts.mutants $(ARGS)
@@ -112,8 +112,8 @@ fuzz-parsers: $(STAMP)  ## the parsers of foreign bytes, ten minutes each: ARGS=
 	$(BIN)/python -m scripts.fuzz_parsers $(ARGS)
 
 crash: $(STAMP)  ## processes killed while they store, fs and slab: ARGS="--kills 10000"
-	$(BIN)/python -m kvtier.testing.crash --tier fs $(ARGS)
-	$(BIN)/python -m kvtier.testing.crash --tier slab $(ARGS)
+	$(BIN)/python -m tests.storm.crash --tier fs $(ARGS)
+	$(BIN)/python -m tests.storm.crash --tier slab $(ARGS)
 
 sanitize: $(STAMP)  ## the compiled modules under the address and the undefined behaviour sanitizer
 	$(BIN)/python -m scripts.sanitize $(ARGS)

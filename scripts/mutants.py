@@ -94,7 +94,7 @@ def _tiers_of(mutant: Mutant) -> list[str]:
 
 
 def _storm(environ: dict[str, str], options: list[str]) -> Verdict:
-    command = [sys.executable, "-m", "kvtier.testing.storm", "--shrink-seconds", "0", *options]
+    command = [sys.executable, "-m", "tests.storm", "--shrink-seconds", "0", *options]
     try:
         found = subprocess.run(  # noqa: S603  # this interpreter, its own arguments
             command, env=environ, capture_output=True, text=True, timeout=STORM_TIMEOUT_S, check=False

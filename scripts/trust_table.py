@@ -82,7 +82,7 @@ def read_storm(text: str) -> Tally:
 
 
 def read_crash(text: str) -> Tally:
-    """Return the tally of ``kvtier.testing.crash``. Pure."""
+    """Return the tally of ``tests.storm.crash``. Pure."""
     sums = [line for line in text.splitlines() if " kills, " in line]
     if not sums:
         return Tally(failed=1)
@@ -96,7 +96,7 @@ def read_crash(text: str) -> Tally:
 
 
 def read_power_loss(text: str) -> Tally:
-    """Return the tally of ``kvtier.testing.power_loss``; without ``fdatasync`` blocks may be gone. Pure."""
+    """Return the tally of ``tests.storm.power_loss``; without ``fdatasync`` blocks may be gone. Pure."""
     tally = Tally({"cuts": 0, "reported": 0})
     for durability, *numbers in re.findall(r"\| `\w+` \| `(\w+)` \|[^|]+" + r"\| (\d+) " * 5 + r"\|", text):
         cuts, reported, whole, wrong, refused = map(int, numbers)
@@ -161,11 +161,11 @@ ROWS = (
         f"pytest {T}/fs/test_faulty_calls.py {T}/fs/test_crash.py {T}/slab/test_each_call.py {T}/slab/test_crash.py",
         recovers=True),
     Row("a process is killed while it stores, fs",
-        "kvtier.testing.crash --tier fs --kills 100", read_crash, recovers=True),
+        "tests.storm.crash --tier fs --kills 100", read_crash, recovers=True),
     Row("a process is killed while it stores, slab",
-        "kvtier.testing.crash --tier slab --kills 100", read_crash, recovers=True),
-    Row("loss of power, with and without fdatasync", "kvtier.testing.power_loss", read_power_loss, recovers=True),
-    Row("storm: every fault at once", "kvtier.testing.storm --minutes 2", read_storm, recovers=True),
+        "tests.storm.crash --tier slab --kills 100", read_crash, recovers=True),
+    Row("loss of power, with and without fdatasync", "tests.storm.power_loss", read_power_loss, recovers=True),
+    Row("storm: every fault at once", "tests.storm --minutes 2", read_storm, recovers=True),
     Row("a forked child uses its parent's tiers", f"pytest {T}/test_forks.py"),
     Row("hostile settings, files and command lines",
         "pytest tests/test_hostile_settings.py tests/cli/test_hostile_input.py"),

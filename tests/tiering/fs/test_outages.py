@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.storm.power_loss import explain_no_mount
 from tests.tiering.disks import BROKEN, NO_ROOM, FailingWrites
 from tests.tiering.fs.conftest import StartTier
 
-from kvtier.testing.power_loss import explain_no_mount
 from kvtier.testing.tier_suite import ROW_BYTES
 from kvtier.tiering.fs.shared_usage import SharedUsage, unpack_record
 from kvtier.tiering.fs.system import SystemCalls, current_owner

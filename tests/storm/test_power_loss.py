@@ -5,9 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from kvtier.testing import power_loss
-from kvtier.testing.power_loss import CASES, Survival, explain_no_mount
+from tests.storm import power_loss
+from tests.storm.power_loss import CASES, Survival, explain_no_mount
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +18,7 @@ def test_every_reported_block_outlives_the_cut_and_without_it_none_is_wrong() ->
     if reason is not None:
         pytest.skip(reason)
     done = subprocess.run(
-        [sys.executable, "-m", "kvtier.testing.power_loss", "--blocks", "16", "--cuts", "3"],
+        [sys.executable, "-m", "tests.storm.power_loss", "--blocks", "16", "--cuts", "3"],
         capture_output=True,
         text=True,
         timeout=HANG_GUARD_S,

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import ClassVar
 
+from tests.storm.place import Weather
+from tests.storm.servers import HANG_S, SLOW_S, ServerPlace
+
 from kvtier.config import OffloadingConfig
-from kvtier.testing.storm.place import Weather
-from kvtier.testing.storm.servers import HANG_S, SLOW_S, ServerPlace
 from kvtier.tiering.base import SecondaryTierManager, TierSettings
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, Buffer
 from kvtier.tiering.obj import ObjTier

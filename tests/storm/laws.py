@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 
+from tests.storm.place import StormPlace
+
 from kvtier.base import (
     JobId,
     OffloadKey,
@@ -14,7 +16,6 @@ from kvtier.base import (
 from kvtier.connector.common import BlockRemoved, BlockStored
 from kvtier.cpu.block_table import BlockTable
 from kvtier.misses import Miss, MissExplainer
-from kvtier.testing.storm.place import StormPlace
 from kvtier.testing.wrapped_tier import WrappedTier
 from kvtier.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 

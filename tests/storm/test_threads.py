@@ -6,9 +6,7 @@ import threading
 import time
 
 import pytest
-
-from kvtier.testing.clock import ManualClock
-from kvtier.testing.storm.threads import (
+from tests.storm.threads import (
     DeadlockError,
     SimCondition,
     SimEvent,
@@ -18,6 +16,8 @@ from kvtier.testing.storm.threads import (
     SimThreads,
     installed,
 )
+
+from kvtier.testing.clock import ManualClock
 from kvtier.tiering.kit import io_pool, lookup
 
 

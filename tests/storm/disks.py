@@ -14,9 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
+from tests.storm.place import StormPlace, Weather
+from tests.storm.secrecy import RAM_DISK, forge
+
 from kvtier.config import OffloadingConfig
-from kvtier.testing.storm.place import StormPlace, Weather
-from kvtier.testing.storm.secrecy import RAM_DISK, forge
 from kvtier.tiering.base import SecondaryTierManager, TierSettings
 from kvtier.tiering.fs import FSTier, block_file, system
 from kvtier.tiering.fs.system import link_open_file
@@ -321,7 +322,7 @@ def owner_calls(weather: Weather, life: Callable[[], int]) -> list[tuple[object,
         life: the number of the present process.
     """
     real_pid = os.getpid()
-    real_ticks = system._start_ticks  # noqa: SLF001  # whose process a file is has no seam of its own
+    real_ticks = system._start_ticks  # whose process a file is has no seam of its own
 
     def start_ticks(pid: int) -> int | None:
         return 1 + life() if pid == real_pid else real_ticks(pid)

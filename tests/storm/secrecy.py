@@ -11,7 +11,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from kvtier.testing.storm.memory import PAGE_BYTES
+from tests.storm.memory import PAGE_BYTES
+
 from kvtier.tiering.kit import encryption, key_ring
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, MAGIC, HeaderCheck, join_encrypted_header, unpack
 from kvtier.tiering.kit.key_ring import add_entry, drop_tenant, make_ring, read_ring, write_ring
@@ -132,5 +133,5 @@ class _Secrets:
 
 def secret_calls(seed: int) -> list[tuple[object, str, object]]:
     """Return what to replace while the storm runs, so that a seed draws the same secrets again."""
-    secrets = _Secrets(random.Random(f"{seed} secrets"))  # noqa: S311  # to be repeated, not to be secret
+    secrets = _Secrets(random.Random(f"{seed} secrets"))  # to be repeated, not to be secret
     return [(encryption, "secrets", secrets), (key_ring, "secrets", secrets)]

@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
-from kvtier.testing.storm.buckets import ObjPlace, bucket_calls
-from kvtier.testing.storm.cluster import ClusterPlace, valkey_calls
-from kvtier.testing.storm.disks import FSPlace, SlabPlace, owner_calls
-from kvtier.testing.storm.mooncake import MooncakePlace, adapter_loaded, mooncake_calls
-from kvtier.testing.storm.place import ExamplePlace
-from kvtier.testing.storm.secrecy import secret_calls
-from kvtier.testing.storm.servers import ValkeyPlace
-from kvtier.testing.storm.settling import Settling
-from kvtier.testing.storm.threads import SIMULATED_PACKAGES, installed
-from kvtier.testing.storm.world import PlaceMaker, Shape, World
+from tests.storm.buckets import ObjPlace, bucket_calls
+from tests.storm.cluster import ClusterPlace, valkey_calls
+from tests.storm.disks import FSPlace, SlabPlace, owner_calls
+from tests.storm.mooncake import MooncakePlace, adapter_loaded, mooncake_calls
+from tests.storm.place import ExamplePlace
+from tests.storm.secrecy import secret_calls
+from tests.storm.servers import ValkeyPlace
+from tests.storm.settling import Settling
+from tests.storm.threads import SIMULATED_PACKAGES, installed
+from tests.storm.world import PlaceMaker, Shape, World
 
 PLACES: dict[str, PlaceMaker] = {
     "example": ExamplePlace,
@@ -125,7 +125,7 @@ def run_episode(
         packages: beginnings of names of modules whose threads are simulated.
         on_operation: called before each operation with its number and name.
     """
-    rng = random.Random(f"{episode.seed} shape")  # noqa: S311  # to be repeated, not to be secret
+    rng = random.Random(f"{episode.seed} shape")  # to be repeated, not to be secret
     world = World(rng, draw_shape(rng, [places[name] for name in episode.tiers]))
     outcome, trace = Outcome(), hashlib.sha256()
     names, weights = zip(*WEIGHTS, strict=True)
@@ -230,7 +230,7 @@ def kind_of(error: BaseException | None) -> str | None:
 
 def command_of(episode: Episode) -> str:
     """Return the command that replays an episode. Pure."""
-    words = [f"python -m kvtier.testing.storm --seed {episode.seed} --episode {episode.num_operations}"]
+    words = [f"python -m tests.storm --seed {episode.seed} --episode {episode.num_operations}"]
     if episode.tiers != tuple(PLACES):
         words.append(f"--tiers {','.join(episode.tiers)}")
     if episode.kept is not None:
@@ -287,7 +287,7 @@ def _simulated(world: World, packages: Sequence[str], seed: int) -> Iterator[Non
         logger.propagate = False
         try:
             for module, name, substitute in [
-                *owner_calls(world._weather, lambda: world.life),  # noqa: SLF001
+                *owner_calls(world._weather, lambda: world.life),
                 *bucket_calls(),
                 *valkey_calls(),
                 *mooncake_calls(),

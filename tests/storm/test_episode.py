@@ -6,16 +6,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.storm import PLACES, Episode, StormPlace, Weather, command_of, run_episode, shrink
+from tests.storm.command import main
+from tests.storm.episode import join_ranges, kind_of
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
-from kvtier.testing.storm import PLACES, Episode, StormPlace, Weather, command_of, run_episode, shrink
-from kvtier.testing.storm.command import main
-from kvtier.testing.storm.episode import join_ranges, kind_of
 from kvtier.tiering.base import SecondaryTierManager, TierSettings
 from kvtier.tiering.example import ExampleSecondaryTier
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("tier", sorted(PLACES))
@@ -35,7 +35,7 @@ def test_the_same_seed_does_the_same_again() -> None:
 
 @pytest.mark.slow
 def test_another_process_does_the_same_again() -> None:
-    command = [sys.executable, "-m", "kvtier.testing.storm", "--seed", "11", "--episode", "120"]
+    command = [sys.executable, "-m", "tests.storm", "--seed", "11", "--episode", "120"]
     outputs = [
         subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout for _ in range(2)
     ]
@@ -48,7 +48,7 @@ WITHOUT_MOONCAKE = """
 import sys
 sys.modules["mooncake"] = None  # importing it fails
 from kvtier.errors import MissingExtraError
-from kvtier.testing.storm import Episode, run_episode
+from tests.storm import Episode, run_episode
 outcome = run_episode(Episode(3, num_operations=60, tiers=("mooncake",)))
 assert outcome.error is None, outcome.error
 try:

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from tests.storm.crash import FINDINGS, Totals, Word, run_kills
 
 from kvtier.base import OffloadKey
-from kvtier.testing.crash import FINDINGS, Totals, Word, run_kills
 from kvtier.tiering.fs.block_writer import BlockWriter
 from kvtier.tiering.fs.folders import FSNamespace
 from kvtier.tiering.fs.index import KeyIndex

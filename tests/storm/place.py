@@ -12,12 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from tests.storm.secrecy import PlainBytes
+from tests.storm.threads import SimThreads
+
 from kvtier.base import OffloadKey
 from kvtier.config import OffloadingConfig
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.faults import Faults, FaultyTier
-from kvtier.testing.storm.secrecy import PlainBytes
-from kvtier.testing.storm.threads import SimThreads
 from kvtier.tiering.base import SecondaryTierManager, TierSettings
 from kvtier.tiering.example import ExampleSecondaryTier
 

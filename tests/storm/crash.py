@@ -1,6 +1,6 @@
 """Kills a process that writes into a tier on a disk, again and again, and checks what the next process finds.
 
-    python -m kvtier.testing.crash --tier fs --kills 10000
+    python -m tests.storm.crash --tier fs --kills 10000
 
 Each process opens the place with settings drawn anew. It looks for every block that the process before it has
 acknowledged, loads and compares them, and looks for blocks that were never stored. Then it stores until it is killed.
@@ -155,7 +155,7 @@ def run_kills(tier: str, kills: int, seed: int, folder: Path) -> Iterator[Totals
     for life in range(-(-kills // LIFE_RUNS)):
         before = sum(totals.findings.values())
         place = Path(tempfile.mkdtemp(prefix=f"life-{life}-", dir=folder))
-        choose = random.Random(f"{seed} {tier} {life}")  # noqa: S311  # a seed repeats the run, nothing is secret
+        choose = random.Random(f"{seed} {tier} {life}")  # a seed repeats the run, nothing is secret
         _live(tier, place, choose, min(LIFE_RUNS, kills - life * LIFE_RUNS), totals)
         if sum(totals.findings.values()) == before:
             shutil.rmtree(place)
@@ -326,7 +326,7 @@ def _check(driver: TierDriver, numbers: Sequence[int], run: Run, say: Say) -> No
 
 def _store_for_ever(driver: TierDriver, run: Run, say: Say) -> None:
     """Keep up to three jobs in flight, of drawn lengths; ``run.first`` and what follows are the numbers."""
-    choose = random.Random(run.seed)  # noqa: S311  # the same
+    choose = random.Random(run.seed)  # the same
     number, last = run.first, run.first + MAX_ACKNOWLEDGED + 8 * NUM_ROWS
     slots = list(range(NUM_ROWS))
     open_jobs: dict[int, tuple[list[int], list[int]]] = {}

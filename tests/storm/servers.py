@@ -9,9 +9,10 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+from tests.storm.place import StormPlace, Weather
+from tests.storm.secrecy import forge
+
 from kvtier.config import OffloadingConfig
-from kvtier.testing.storm.place import StormPlace, Weather
-from kvtier.testing.storm.secrecy import forge
 from kvtier.tiering.base import SecondaryTierManager, TierSettings
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
 from kvtier.tiering.valkey import ValkeyTier

@@ -10,12 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from kvtier.base import OffloadKey, make_offload_key
-from kvtier.config import GroupKind, KVGroup, ModelIdentity, OffloadingConfig
-from kvtier.errors import ConfigError, ControlError, TierError
-from kvtier.tenants import HOST, NO_TENANT, tenant_number
-from kvtier.testing.clock import ManualClock
-from kvtier.testing.storm.engine import (
+from tests.storm.engine import (
     BLOCK_TOKENS,
     Params,
     Phase,
@@ -23,12 +18,18 @@ from kvtier.testing.storm.engine import (
     StormRequest,
     chain_hashes,
 )
-from kvtier.testing.storm.laws import BrokenLawError, Router, ThreadErrors, WatchedTier, require_bounded
-from kvtier.testing.storm.memory import PAGE_BYTES, HostRows
-from kvtier.testing.storm.place import StormPlace, Weather
-from kvtier.testing.storm.secrecy import StormRing
-from kvtier.testing.storm.tenancy import HostWatch, Tenancy, draw_tenancy
-from kvtier.testing.storm.threads import WALL_START_S, SimThreads
+from tests.storm.laws import BrokenLawError, Router, ThreadErrors, WatchedTier, require_bounded
+from tests.storm.memory import PAGE_BYTES, HostRows
+from tests.storm.place import StormPlace, Weather
+from tests.storm.secrecy import StormRing
+from tests.storm.tenancy import HostWatch, Tenancy, draw_tenancy
+from tests.storm.threads import WALL_START_S, SimThreads
+
+from kvtier.base import OffloadKey, make_offload_key
+from kvtier.config import GroupKind, KVGroup, ModelIdentity, OffloadingConfig
+from kvtier.errors import ConfigError, ControlError, TierError
+from kvtier.tenants import HOST, NO_TENANT, tenant_number
+from kvtier.testing.clock import ManualClock
 from kvtier.tiering.base import CascadeMode, TierSettings
 from kvtier.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 

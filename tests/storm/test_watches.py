@@ -5,6 +5,12 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
+from tests.storm import Episode, SimThreads, Weather, run_episode
+from tests.storm.cluster import NUM_RANGES, RANGE_SLOTS, ClusterPlace
+from tests.storm.laws import BrokenLawError
+from tests.storm.memory import PAGE_BYTES
+from tests.storm.secrecy import PlainBytes, StormRing, forge
+from tests.storm.tenancy import UNLIMITED, HostWatch, Tenancy
 
 from kvtier.base import OffloadKey, make_offload_key
 from kvtier.cpu.manager import CPUOffloadingManager
@@ -12,12 +18,6 @@ from kvtier.departed import HostDeparture
 from kvtier.tenants import parse_tenants, tenant_number
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.manager_suite import REQUEST
-from kvtier.testing.storm import Episode, SimThreads, Weather, run_episode
-from kvtier.testing.storm.cluster import NUM_RANGES, RANGE_SLOTS, ClusterPlace
-from kvtier.testing.storm.laws import BrokenLawError
-from kvtier.testing.storm.memory import PAGE_BYTES
-from kvtier.testing.storm.secrecy import PlainBytes, StormRing, forge
-from kvtier.testing.storm.tenancy import UNLIMITED, HostWatch, Tenancy
 from kvtier.tiering.kit.envelope import (
     ENVELOPE_BYTES,
     EncryptedFields,

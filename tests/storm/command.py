@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from kvtier.testing.storm.episode import (
+from tests.storm.episode import (
     EPISODE_OPERATIONS,
     PLACES,
     Episode,
@@ -95,7 +95,7 @@ def _print_operation(number: int, name: str) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m kvtier.testing.storm", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.storm", description=__doc__)
     parser.add_argument(
         "--seed", type=int, help="the first seed; each episode takes the next one; a fresh one by default"
     )

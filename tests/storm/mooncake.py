@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import ClassVar
 
+from tests.storm.place import Weather
+from tests.storm.servers import SLOW_S, ServerPlace
+
 from kvtier.config import OffloadingConfig
 from kvtier.errors import MissingExtraError, TierError
-from kvtier.testing.storm.place import Weather
-from kvtier.testing.storm.servers import SLOW_S, ServerPlace
 from kvtier.tiering.base import SecondaryTierManager, TierSettings
 
 ADAPTER = "kvtier.tiering.mooncake"

@@ -1,6 +1,6 @@
 """What of stored blocks outlives a loss of power, measured on a file system in an image.
 
-    python -m kvtier.testing.power_loss > docs/results/power-loss.md
+    python -m tests.storm.power_loss > docs/results/power-loss.md
 
 An image lies in memory, with a file system that is mounted through a loop device. What the file system has not written
 to its device yet is not in the image, and a copy of it is what a disk without a volatile cache would hold if the power
@@ -32,7 +32,7 @@ Blocks that a tier had reported as stored, and what of them another tier loads a
 which needs the superuser and a free loop device, and says why where it cannot run:
 
 ```
-python -m kvtier.testing.power_loss > docs/results/power-loss.md
+python -m tests.storm.power_loss > docs/results/power-loss.md
 ```
 
 A disk is an image in memory. A cut is a copy of it right after a report, with the tier running and the file system
@@ -245,12 +245,12 @@ def _run(*command: str | Path) -> None:
 
 def _try(*command: str | Path) -> int:
     # Programs of the system with arguments of this file's own.
-    return subprocess.run([str(part) for part in command], check=False, stdout=subprocess.DEVNULL).returncode  # noqa: S603
+    return subprocess.run([str(part) for part in command], check=False, stdout=subprocess.DEVNULL).returncode
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run as a command; exit status 1 when a block was lost or wrong, 77 when nothing can be mounted here."""
-    parser = argparse.ArgumentParser(prog="python -m kvtier.testing.power_loss")
+    parser = argparse.ArgumentParser(prog="python -m tests.storm.power_loss")
     parser.add_argument("--blocks", type=int, default=96, help="blocks that are stored, of 64 KiB")
     parser.add_argument("--cuts", type=int, default=8, help="copies of the image that are made")
     parser.add_argument("--file-system", default="ext4", help="what mkfs makes: ext4, xfs, btrfs")
@@ -262,8 +262,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"skipped: {reason}")
             return 77
         given = sys.argv[1:] if arguments is None else arguments
-        command = [*UNSHARE, sys.executable, "-m", "kvtier.testing.power_loss", "--is-apart", *given]
-        return subprocess.run(command, check=False).returncode  # noqa: S603 - this program once more
+        command = [*UNSHARE, sys.executable, "-m", "tests.storm.power_loss", "--is-apart", *given]
+        return subprocess.run(command, check=False).returncode
     with tempfile.TemporaryDirectory() as folder:
         _run("mount", "-t", "tmpfs", "-o", "size=3g", "none", folder)
         try:

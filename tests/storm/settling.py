@@ -5,12 +5,13 @@ It runs at the end of each episode and now and then within it.
 
 from collections.abc import Collection, Sequence
 
+from tests.storm.engine import BLOCK_TOKENS, chain_hashes
+from tests.storm.laws import BrokenLawError, WatchedTier, block_of, require_at_rest
+from tests.storm.tenancy import UNLIMITED
+from tests.storm.world import World
+
 from kvtier.base import OffloadKey, ReqContext, get_offload_tenant, make_offload_key
 from kvtier.misses import MissCause
-from kvtier.testing.storm.engine import BLOCK_TOKENS, chain_hashes
-from kvtier.testing.storm.laws import BrokenLawError, WatchedTier, block_of, require_at_rest
-from kvtier.testing.storm.tenancy import UNLIMITED
-from kvtier.testing.storm.world import World
 
 RECOVERY_S = 120.0
 """Longer than any pause of a breaker, of a key whose load failed, or of a server that was away."""

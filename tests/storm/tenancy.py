@@ -11,11 +11,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.storm.laws import BrokenLawError
+
 from kvtier.base import OffloadKey, ReqContext, get_offload_tenant
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.departed import HostDeparture
 from kvtier.tenants import HOST, NO_TENANT, OTHERS, Tenant, Tenants, parse_tenants
-from kvtier.testing.storm.laws import BrokenLawError
 
 UNLIMITED = "dora"
 """The tenant that is always listed and never has a quota."""

@@ -12,15 +12,7 @@ from enum import Enum
 from typing import Any, TypeAlias
 
 import numpy as np
-
-from kvtier.base import CanonicalKVCaches, GPULoadStoreSpec, HandlerEntry, OffloadingManager
-from kvtier.config import OffloadingConfig
-from kvtier.connector.common import OffloadingConnectorMetadata, OffloadingWorkerMetadata
-from kvtier.connector.scheduler import OffloadingConnectorScheduler
-from kvtier.connector.worker import OffloadingConnectorWorker
-from kvtier.cpu.common import CPULoadStoreSpec
-from kvtier.engines.common.step import CachedRequests, NewRequest, StepOutput, WorkerOutput
-from kvtier.testing.storm.memory import (
+from tests.storm.memory import (
     GARBAGE,
     NULL_BLOCK,
     PAGE_BYTES,
@@ -29,6 +21,14 @@ from kvtier.testing.storm.memory import (
     StormSpec,
     content_of,
 )
+
+from kvtier.base import CanonicalKVCaches, GPULoadStoreSpec, HandlerEntry, OffloadingManager
+from kvtier.config import OffloadingConfig
+from kvtier.connector.common import OffloadingConnectorMetadata, OffloadingWorkerMetadata
+from kvtier.connector.scheduler import OffloadingConnectorScheduler
+from kvtier.connector.worker import OffloadingConnectorWorker
+from kvtier.cpu.common import CPULoadStoreSpec
+from kvtier.engines.common.step import CachedRequests, NewRequest, StepOutput, WorkerOutput
 
 BLOCK_TOKENS = 4
 

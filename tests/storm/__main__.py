@@ -1,4 +1,4 @@
-"""``python -m kvtier.testing.storm``: storms from a seed on, until time or operations are over, or a law is broken."""
+"""``python -m tests.storm``: storms from a seed on, until time or operations are over, or a law is broken."""
 
 import os
 import sys
@@ -7,9 +7,9 @@ if os.environ.get("PYTHONHASHSEED") != "0":
     # The order of sets follows the seed of hashes, and a trace the order of sets.
     os.environ["PYTHONHASHSEED"] = "0"
     os.execv(  # noqa: S606  # the same interpreter with the same arguments
-        sys.executable, [sys.executable, "-m", "kvtier.testing.storm", *sys.argv[1:]]
+        sys.executable, [sys.executable, "-m", "tests.storm", *sys.argv[1:]]
     )
 
-from kvtier.testing.storm.command import main
+from tests.storm.command import main
 
 sys.exit(main(sys.argv[1:]))

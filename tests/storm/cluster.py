@@ -9,9 +9,10 @@ import errno
 from collections.abc import Sequence
 from typing import ClassVar
 
+from tests.storm.place import StormPlace, Weather
+from tests.storm.servers import ServerPlace, SimConnections, ValkeyPlace
+
 from kvtier.config import OffloadingConfig
-from kvtier.testing.storm.place import StormPlace, Weather
-from kvtier.testing.storm.servers import ServerPlace, SimConnections, ValkeyPlace
 from kvtier.tiering.base import SecondaryTierManager, TierSettings
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
 from kvtier.tiering.valkey import ValkeyTier
@@ -81,7 +82,7 @@ class ClusterNode(ValkeyPlace):
         """Give a value to another node."""
         target.values[name] = self.values.pop(name)
         if name in self._ends_s:
-            target._ends_s[name] = self._ends_s.pop(name)  # noqa: SLF001  # of the same class
+            target._ends_s[name] = self._ends_s.pop(name)  # of the same class
 
     def take_over(self, port: int) -> None:
         """Let the replica take over at another address, without some of the newest values."""
