@@ -32,7 +32,7 @@ from kvtier.testing.storm.threads import WALL_START_S, SimThreads
 from kvtier.tiering.base import CascadeMode, TierSettings
 from kvtier.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 
-POLICIES = ("lru", "lru", "arc", "sieve", "s3fifo", "fifo", "mq", "hazard")
+POLICIES = ("lru", "lru", "arc", "hazard")
 MAX_REQUESTS = 6
 MAX_PROMPT_BLOCKS = 8
 NUM_STREAMS = 4
