@@ -23,9 +23,7 @@ ROUNDS_OF_CAPACITY = {16_384: 8, 131_072: 4, 1_048_576: 2}
 """Blocks -> rounds, in which both contestants begin equally often; a million blocks take seconds."""
 
 QUICK_ROUNDS_OF_CAPACITY = {16_384: 2}
-POLICIES = ("lru", "arc", "fifo", "s3fifo", "sieve", "mq")
-MAX_BLOCKS_OF_EACH = 131_072
-"""Larger capacities are measured for the first two policies only: the others would take a minute longer."""
+POLICIES = ("lru", "arc")
 
 Batches = Sequence[tuple[Sequence[OffloadKey], Sequence[BlockStatus]]]
 
@@ -73,7 +71,7 @@ def measure(options: Options) -> Iterator[Measurement]:
     rounds_of_capacity = QUICK_ROUNDS_OF_CAPACITY if options.is_quick else ROUNDS_OF_CAPACITY
     for num_blocks, num_rounds in rounds_of_capacity.items():
         batches = make_batches(num_blocks)
-        for policy in POLICIES if num_blocks <= MAX_BLOCKS_OF_EACH else POLICIES[:2]:
+        for policy in POLICIES:
             makers: dict[str, Callable[[], CachePolicy]] = {
                 OURS: partial(create_cache_policy, policy, num_blocks),
                 FLOOR: partial(BarePolicy, num_blocks),

@@ -24,10 +24,6 @@ COLOURS = {
     "hazard": "#c03030",
     "lru": "#1f6fb4",
     "arc": "#2e8b57",
-    "mq": "#8250c4",
-    "s3fifo": "#e0993c",
-    "sieve": "#7a7a7a",
-    "fifo": "#b0b0b0",
 }
 """In the order of the legend."""
 

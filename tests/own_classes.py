@@ -13,20 +13,23 @@ import numpy as np
 from kvtier import OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.cpu.policies.base import CachePolicy
-from kvtier.cpu.policies.fifo import FIFOCachePolicy
+from kvtier.cpu.policies.lru import LRUCachePolicy
 from kvtier.namespace import make_namespace
 from kvtier.tiering.base import JobMetadata, JobResult, SecondaryTierManager, TierSettings
 
 
-class Mine(FIFOCachePolicy):
-    """FIFO under another name: what it finds is known."""
+class Mine(LRUCachePolicy):
+    """Evicts what was stored longest ago, used or not."""
+
+    def touch(self, keys: Iterable[OffloadKey]) -> None:
+        pass
 
 
 class Unfinished(CachePolicy):
     """No policy yet."""
 
 
-class NeedsMore(FIFOCachePolicy):
+class NeedsMore(LRUCachePolicy):
     def __init__(self, cache_capacity: int, more: int) -> None:
         super().__init__(cache_capacity)
 

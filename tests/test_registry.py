@@ -8,7 +8,6 @@ import pytest
 from tests.own_classes import write_offers, write_package
 
 from kvtier.cpu.policies.base import CachePolicy
-from kvtier.cpu.policies.fifo import FIFOCachePolicy
 from kvtier.cpu.policies.lru import LRUCachePolicy
 from kvtier.errors import DuplicateNameError, NamedClassError, UnknownNameError
 from kvtier.registry import Registry
@@ -69,7 +68,7 @@ def policies() -> Registry[type[CachePolicy]]:
     """Return a table with kvtier's names for two policies, to which packages may add."""
     targets = {
         "lru": "kvtier.cpu.policies.lru:LRUCachePolicy",
-        "fifo": "kvtier.cpu.policies.fifo:FIFOCachePolicy",
+        "arc": "kvtier.cpu.policies.arc:ARCCachePolicy",
     }
     return Registry("eviction policy", targets, contract=CachePolicy, entry_points="kvtier.policies")
 
@@ -80,7 +79,7 @@ def test_a_class_that_nobody_registered_is_found_by_its_module(folder: Path) -> 
     found = policies().resolve("named_package.parts:Mine")
 
     assert (found.__module__, found.__name__) == ("named_package.parts", "Mine")
-    assert issubclass(found, FIFOCachePolicy)
+    assert issubclass(found, LRUCachePolicy)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +142,7 @@ def test_an_installed_package_offers_a_class_under_a_name_and_is_imported_when_i
     write_offers(folder, "offering", {"kvtier.policies": {"mine": "offering_package.parts:Mine [extra]"}})
     registry = policies()
 
-    assert registry.names() == ["fifo", "lru", "mine"]
+    assert registry.names() == ["arc", "lru", "mine"]
     assert "mine" in registry
     assert "offering_package.parts" not in sys.modules
     assert registry.resolve("mine").__name__ == "Mine"

@@ -142,6 +142,8 @@ def _nearest(name: str, known: Iterable[str]) -> tuple[str, ...]:
 class NamedClassError(KVTierError, ValueError):
     """A class that a setting names as ``package.module:Class``, or that a package offers, cannot be used.
 
+    Also a name that no longer comes with kvtier.
+
     Attributes:
         kind: what it is used as, for example "eviction policy".
         name: the name in the configuration.

@@ -34,6 +34,7 @@ class Registry(Generic[T]):
         contract: the required base class; None: only registered names are allowed.
         entry_points: group of entry points with which installed packages offer classes; None: none.
         meant: common misnomers -> the names that they may mean.
+        removed: names that no longer come with kvtier -> what to write instead. A package may take such a name.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Registry(Generic[T]):
         contract: type | None = None,
         entry_points: str | None = None,
         meant: Mapping[str, tuple[str, ...]] | None = None,
+        removed: Mapping[str, str] | None = None,
     ) -> None:
         self.kind = kind
         self._targets: dict[str, str] = dict(targets or {})
@@ -51,6 +53,7 @@ class Registry(Generic[T]):
         self._contract = contract
         self._group = entry_points
         self._meant = dict(meant or {})
+        self._removed = dict(removed or {})
         self._offers: dict[str, dict[str, str]] | None = None
 
     def register(self, name: str, target: str) -> None:
@@ -72,7 +75,8 @@ class Registry(Generic[T]):
 
         Raises:
             UnknownNameError: it is neither registered nor offered, and does not name a class.
-            NamedClassError: the class that it names cannot be imported, or does not fulfil the contract.
+            NamedClassError: the class that it names cannot be imported, does not fulfil the contract, or no longer
+                comes with kvtier.
             MissingExtraError: its client library is not installed.
         """
         offers = self._find_offers()
@@ -86,6 +90,8 @@ class Registry(Generic[T]):
             return self._load(name, name)
         if name in offers:
             return self._load(name, self._only_offer(name, offers[name]))
+        if name in self._removed:
+            raise NamedClassError(self.kind, name, self._removed[name])
         raise self._unknown(name)
 
     def names(self) -> list[str]:

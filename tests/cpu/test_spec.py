@@ -9,6 +9,7 @@ from uuid import uuid4
 
 import pytest
 import torch
+from tests.own_classes import write_package
 
 from kvtier.base import (
     CanonicalKVCacheRef,
@@ -234,9 +235,10 @@ def test_an_engine_that_cannot_start_does_not_keep_its_instance_id() -> None:
     spec.shutdown()
 
 
-def test_a_policy_of_one_s_own_is_named_by_its_class() -> None:
-    policy = "kvtier.cpu.policies.fifo:FIFOCachePolicy"  # that it has its own name changes nothing
-    spec = named_spec("kvtier-test-own", eviction_policy=policy)
+def test_a_policy_of_one_s_own_is_named_by_its_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_package(tmp_path, "spec_package")
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = named_spec("kvtier-test-own", eviction_policy="spec_package.parts:Mine")
     manager = spec.get_manager()
     request = ReqContext("a")
     keys = [make_offload_key(number.to_bytes(4, "big"), 0) for number in range(spec.num_blocks + 1)]

@@ -160,7 +160,7 @@ def test_a_short_file_needs_three_importers_or_a_folder_of_implementations(tmp_p
         "file of 3 lines with 1 importers: move it into one of them"
     ]
     assert find_in_package(tmp_path, {"short.py": short} | users) == []
-    assert find_in_package(tmp_path, {"cpu/policies/fifo.py": short}) == []
+    assert find_in_package(tmp_path, {"cpu/policies/own.py": short}) == []
 
 
 @pytest.mark.parametrize(

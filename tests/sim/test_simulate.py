@@ -312,7 +312,7 @@ def test_memory_follows_the_trace_and_the_result_the_capacities() -> None:
     assert found.counters["primary.capacity_blocks"] == 10**15
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc", "mq", "s3fifo"])
+@pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_more_room_than_the_trace_has_blocks_changes_nothing(policy: str) -> None:
     trace = trace_of(*(request(number / 3, *range(number % 4), 50 + number % 7) for number in range(40)))
     engine = dataclasses.replace(ENGINE, num_device_blocks=5)

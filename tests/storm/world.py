@@ -33,7 +33,7 @@ from kvtier.testing.clock import ManualClock
 from kvtier.tiering.base import CascadeMode, TierSettings
 from kvtier.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 
-POLICIES = ("lru", "lru", "arc", "sieve", "s3fifo", "fifo", "mq", "hazard")
+POLICIES = ("lru", "lru", "arc", "hazard")
 MAX_REQUESTS = 6
 MAX_PROMPT_BLOCKS = 8
 NUM_STREAMS = 4

@@ -126,7 +126,7 @@ def test_two_tiers_fit_a_terminal_of_eighty_columns(trace: Path) -> None:
     host = HostModel(4, tiers=(TierModel("fs", 10**8, speed), TierModel("obj", 10**9, speed)))
     console = Console(width=80, record=True, file=io.StringIO())
 
-    cases = plan_cases(engine, host, ["s3fifo"])
+    cases = plan_cases(engine, host, ["hazard"])
     found = run_cases(read, cases)
     print_comparison(Comparison("", read, engine, host, None, tuple(cases), tuple(found)), console)
 

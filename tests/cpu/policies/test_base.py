@@ -1,6 +1,7 @@
 """What a policy gets for free, proven on one that implements the five methods that must be written and nothing else."""
 
 from collections.abc import Collection
+from typing import ClassVar
 
 import pytest
 
@@ -48,6 +49,23 @@ class TestSmallestPolicy(PolicySuite):
 
     def make_policy(self, cache_capacity: int) -> OldestFirst:
         return OldestFirst(cache_capacity)
+
+
+class FirstStoredFirst(OldestFirst):
+    """A policy in which a use of ready blocks changes nothing."""
+
+    def touch(self, keys: Collection[OffloadKey]) -> None:
+        blocks = {key: self.get(key) for key in keys}
+        super().touch([key for key, block in blocks.items() if block is not None and not block.is_ready])
+
+
+class TestOrderOfInsertion(PolicySuite):
+    """The policy contract, where uses of ready blocks reorder nothing."""
+
+    orders_by_use: ClassVar[bool] = False
+
+    def make_policy(self, cache_capacity: int) -> FirstStoredFirst:
+        return FirstStoredFirst(cache_capacity)
 
 
 def test_a_new_block_is_in_flight_until_it_is_not() -> None:

@@ -1,12 +1,9 @@
 """What only an ended session has used leaves first; what others share does not, and a liar is not heard."""
 
-import pytest
-
 from kvtier.base import OffloadKey
-from kvtier.cpu.policies import create_cache_policy
 from kvtier.cpu.policies.ended_sessions import LEAST_COUNTED, ReturnWatch
 from kvtier.cpu.policies.learning import ArrivedRequest
-from kvtier.cpu.policies.lru import OneQueuePolicy
+from kvtier.cpu.policies.lru import LRUCachePolicy
 from kvtier.hints.values import NO_HINTS, RequestHints
 from kvtier.testing.policy_suite import insert_ready, key_of
 
@@ -18,9 +15,8 @@ def keys_of(*numbers: int) -> list[OffloadKey]:
     return [key_of(number) for number in numbers]
 
 
-def make_policy(name: str) -> OneQueuePolicy:
-    policy = create_cache_policy(name, 100)
-    assert isinstance(policy, OneQueuePolicy)
+def make_policy() -> LRUCachePolicy:
+    policy = LRUCachePolicy(100)
     policy.note_request(ArrivedRequest("first", (), 0.0, GO_ON))
     watch = policy._ended.watch
     assert watch is not None
@@ -39,7 +35,7 @@ def prove_hints(watch: ReturnWatch) -> None:
     assert watch.favours_ended
 
 
-def serve(policy: OneQueuePolicy, req_id: str, at_s: float, hints: RequestHints, *numbers: int) -> None:
+def serve(policy: LRUCachePolicy, req_id: str, at_s: float, hints: RequestHints, *numbers: int) -> None:
     keys = keys_of(*numbers)
     policy.note_request(ArrivedRequest(req_id, (keys,), at_s, hints))
     insert_ready(policy, [key for key in keys[::-1] if policy.get(key) is None])
@@ -47,9 +43,8 @@ def serve(policy: OneQueuePolicy, req_id: str, at_s: float, hints: RequestHints,
     policy.on_finished(req_id)
 
 
-@pytest.mark.parametrize("name", ["lru", "fifo"])
-def test_an_ended_session_leaves_first_tail_first(name: str) -> None:
-    policy = make_policy(name)
+def test_an_ended_session_leaves_first_tail_first() -> None:
+    policy = make_policy()
     serve(policy, "old", 0.0, NO_HINTS, 1, 2)
     serve(policy, "turn 1", 1.0, GO_ON, 10, 11)
     serve(policy, "turn 2", 2.0, END, 10, 11, 12)
@@ -57,7 +52,7 @@ def test_an_ended_session_leaves_first_tail_first(name: str) -> None:
 
 
 def test_until_the_last_request_has_finished_nothing_moves() -> None:
-    policy = make_policy("lru")
+    policy = make_policy()
     serve(policy, "old", 0.0, NO_HINTS, 1)
     insert_ready(policy, keys_of(2))
     policy.note_request(ArrivedRequest("last", (keys_of(2),), 1.0, END))
@@ -65,7 +60,7 @@ def test_until_the_last_request_has_finished_nothing_moves() -> None:
 
 
 def test_what_another_request_names_too_stays_where_it_is() -> None:
-    policy = make_policy("lru")
+    policy = make_policy()
     serve(policy, "turn 1", 0.0, GO_ON, 1, 10)
     serve(policy, "other", 1.0, NO_HINTS, 1, 20)
     serve(policy, "turn 2", 2.0, END, 1, 10, 11)
@@ -73,7 +68,7 @@ def test_what_another_request_names_too_stays_where_it_is() -> None:
 
 
 def test_what_was_held_before_the_first_hint_has_no_owner() -> None:
-    policy = make_policy("lru")
+    policy = make_policy()
     serve(policy, "unhinted", 0.0, NO_HINTS, 1)
     serve(policy, "other", 1.0, NO_HINTS, 5)
     serve(policy, "last", 2.0, END, 1, 2)
@@ -81,7 +76,7 @@ def test_what_was_held_before_the_first_hint_has_no_owner() -> None:
 
 
 def test_a_request_of_low_priority_leaves_first_and_a_session_without_a_name_is_one_request() -> None:
-    policy = make_policy("lru")
+    policy = make_policy()
     serve(policy, "old", 0.0, NO_HINTS, 1)
     serve(policy, "batch", 1.0, RequestHints(priority=-1), 2, 3)
     serve(policy, "nameless", 2.0, RequestHints(continues=False), 2, 4)
@@ -89,7 +84,7 @@ def test_a_request_of_low_priority_leaves_first_and_a_session_without_a_name_is_
 
 
 def test_a_tenant_whose_ended_sessions_come_back_is_not_heard() -> None:
-    policy = make_policy("lru")
+    policy = make_policy()
     for number in range(40):
         said = RequestHints(session=f"s{number // 2}", tenant="liar", continues=False)
         serve(policy, f"r{number}", float(number), said, 100 + number // 2)
@@ -99,7 +94,7 @@ def test_a_tenant_whose_ended_sessions_come_back_is_not_heard() -> None:
 
 
 def test_owners_are_bounded_and_nothing_is_kept_without_hints() -> None:
-    policy = make_policy("lru")
+    policy = make_policy()
     for number in range(500):
         serve(policy, f"r{number}", float(number), NO_HINTS, number % 50)
     assert not policy._ended._owners
@@ -109,7 +104,7 @@ def test_owners_are_bounded_and_nothing_is_kept_without_hints() -> None:
 
 
 def test_clear_forgets_sessions() -> None:
-    policy = make_policy("lru")
+    policy = make_policy()
     serve(policy, "turn", 0.0, GO_ON, 1)
     policy.clear()
     assert not policy._ended._owners

@@ -23,15 +23,8 @@ CAPACITIES = {"conversation": 9_140, "agentic_dev": 1_617}
 """A twentieth of the unique blocks of the whole trace."""
 
 HITS = {
-    "conversation": {"arc": 60542, "fifo": 50751, "lru": 56483, "mq": 63961, "s3fifo": 53857, "sieve": 36566},
-    "agentic_dev": {
-        "arc": 131527,
-        "fifo": 124932,
-        "lru": 133653,
-        "mq": 130134,
-        "s3fifo": 121344,
-        "sieve": 124762,
-    },
+    "conversation": {"arc": 60542, "lru": 56483},
+    "agentic_dev": {"arc": 131527, "lru": 133653},
 }
 """Blocks found, by trace and policy, in the first NUM_REQUESTS requests."""
 
@@ -73,12 +66,8 @@ MADE_UP_CAPACITIES = (381, 951, 3_805)
 
 MADE_UP_HITS = {
     "arc": (8792, 12515, 15150),
-    "fifo": (6684, 9625, 14567),
     "hazard": (11053, 15060, 15641),
     "lru": (8248, 11744, 15641),
-    "mq": (9123, 12810, 15641),
-    "s3fifo": (8100, 11194, 15109),
-    "sieve": (5720, 7553, 14817),
 }
 MADE_UP_BELADY_HITS = (15276, 15641, 15641)
 
@@ -114,12 +103,8 @@ CONVERSATION_CAPACITIES = (1_828, 18_279)
 
 CONVERSATION_HITS = {
     "arc": (18800, 81907),
-    "fifo": (14806, 71694),
     "hazard": (31511, 85807),
     "lru": (15138, 80466),
-    "mq": (17837, 84904),
-    "s3fifo": (21691, 70745),
-    "sieve": (16789, 56238),
 }
 
 

@@ -21,14 +21,7 @@ from kvtier.errors import ConfigError
 from kvtier.testing.policy_suite import make_trace
 
 MODULE = "kvtier.engines.vllm.policies"
-POLICIES = {
-    "KVTierLRU": "lru",
-    "KVTierARC": "arc",
-    "KVTierMQ": "mq",
-    "KVTierS3FIFO": "s3fifo",
-    "KVTierSieve": "sieve",
-    "KVTierFIFO": "fifo",
-}
+POLICIES = {"KVTierLRU": "lru", "KVTierARC": "arc"}
 
 
 class ForgetfulPolicy(CachePolicy):
@@ -48,6 +41,14 @@ def test_a_policy_that_cannot_renew_is_refused_by_name() -> None:
         ConfigError, match=r"policy_class='ForgetfulPolicy': must inherit .*base\.MoveToFront too"
     ):
         StockManager(4, "KVTierForgetful", __name__)
+
+
+@pytest.mark.parametrize("name", ["KVTierFIFO", "KVTierMQ", "KVTierS3FIFO", "KVTierSieve"])
+def test_a_removed_policy_is_refused_with_what_to_write_instead(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"eviction_policy='{name}': no longer comes .* write KVTierLRU or"):
+        StockManager(4, name, MODULE)
+    with pytest.raises(AttributeError, match="no attribute 'KVTierLFU'"):
+        StockManager(4, "KVTierLFU", MODULE)
 
 
 needs_request_ends = pytest.mark.skipif(
@@ -145,21 +146,13 @@ def make_prefixes() -> list[list[OffloadKey]]:
 
 
 @needs_request_ends
-@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "KVTierMQ"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_hits_on_prefixes_are_those_of_kvtiers_own_manager(policy: str) -> None:
     trace = make_prefixes()
     stock, own = StockSide(policy, 100), OwnSide(policy, 100)
     hits = [stock.serve(keys) for keys in trace]
     assert hits == [own.serve(keys) for keys in trace]
     assert 0 < sum(hits) < sum(map(len, trace))
-
-
-@needs_request_ends
-def test_mq_whose_blocks_sink_once_a_call_finds_nearly_the_same_on_prefixes() -> None:
-    trace = make_prefixes()
-    stock, own = StockSide("KVTierMQ", 100), OwnSide("KVTierMQ", 100)
-    num_hits = sum(stock.serve(keys) for keys in trace)
-    assert num_hits == pytest.approx(sum(own.serve(keys) for keys in trace), rel=0.01)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -21,8 +21,8 @@ On flat streams the hits are the paper's (tests/cpu/policies/test_peers.py).
 Source: N. Megiddo and D. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST'03.
 """
 
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 
 from kvtier.base import OffloadKey
 from kvtier.cpu.policies.base import (
@@ -33,9 +33,86 @@ from kvtier.cpu.policies.base import (
     MoveToFront,
     check_same_blocks,
 )
-from kvtier.cpu.policies.ghosts import GhostList
 from kvtier.cpu.policies.parked_blocks import ParkedBlocks
 from kvtier.errors import InvariantError
+
+STALE_SHIFT = 4
+"""The queue is rebuilt when more than one entry in 2**4 is stale. A smaller shift wastes memory on stale
+entries, a larger one rebuilds more often; at 4 a deletion costs at most 16 steps of a rebuild."""
+
+MIN_STALE = 64
+"""Stale entries below which a rebuild is not worth its fixed cost."""
+
+
+class GhostList(MutableMapping[OffloadKey, bool]):
+    """Keys of evicted blocks in the order of their eviction, each with whether a use of it has moved the target.
+
+    The order is a queue of keys beside a dictionary. A key that is deleted from the middle leaves a stale entry in the
+    queue, which is skipped later. An OrderedDict would do the same in one line, but costs up to 200 bytes a key after
+    long use: its hash table is up to six times its length, and each bucket carries a pointer. This costs at most 150
+    bytes.
+    """
+
+    def __init__(self) -> None:
+        self._members: dict[OffloadKey, bool] = {}
+        self._queue: deque[OffloadKey] = deque()
+        # INVARIANT: stale entries of a key stand before its live one, so the first ones found are stale.
+        self._num_stale_of: dict[OffloadKey, int] = {}
+        self._num_stale = 0
+
+    def __getitem__(self, key: OffloadKey) -> bool:
+        return self._members[key]
+
+    def __setitem__(self, key: OffloadKey, memory: bool) -> None:
+        if key not in self._members:
+            self._queue.append(key)
+        self._members[key] = memory
+
+    def __delitem__(self, key: OffloadKey) -> None:
+        del self._members[key]
+        self._num_stale_of[key] = self._num_stale_of.get(key, 0) + 1
+        self._num_stale += 1
+        if self._num_stale > max(MIN_STALE, len(self._members) >> STALE_SHIFT):
+            self._queue = deque(self)
+            self._num_stale_of.clear()
+            self._num_stale = 0
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._members
+
+    def __iter__(self) -> Iterator[OffloadKey]:
+        return iter(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def pop_oldest(self) -> OffloadKey:
+        """Forget and return the key that was evicted first.
+
+        Raises:
+            KeyError: the list is empty.
+        """
+        if not self._members:
+            raise KeyError("pop_oldest() of an empty ghost list: check its length first")
+        key = self._queue.popleft()
+        while key in self._num_stale_of:
+            self._num_stale_of[key] -= 1
+            if self._num_stale_of[key] == 0:
+                del self._num_stale_of[key]
+            self._num_stale -= 1
+            key = self._queue.popleft()
+        del self._members[key]
+        return key
+
+    def clear(self) -> None:
+        """Forget every key."""
+        self._members.clear()
+        self._queue.clear()
+        self._num_stale_of.clear()
+        self._num_stale = 0
+
+    def __repr__(self) -> str:
+        return f"GhostList({len(self._members)} keys, {self._num_stale} stale)"
 
 
 class ARCCachePolicy(CachePolicy, EvictionPreview, IdleListener, MoveToFront):
@@ -54,8 +131,8 @@ class ARCCachePolicy(CachePolicy, EvictionPreview, IdleListener, MoveToFront):
         super().__init__(cache_capacity)
         self.t1: OrderedDict[OffloadKey, BlockStatus] = OrderedDict()
         self.t2: OrderedDict[OffloadKey, BlockStatus] = OrderedDict()
-        self.b1: GhostList[bool] = GhostList()
-        self.b2: GhostList[bool] = GhostList()
+        self.b1 = GhostList()
+        self.b2 = GhostList()
         self.target_t1_size = 0.0
         self.parked = (ParkedBlocks(self.t1), ParkedBlocks(self.t2))
 
@@ -171,12 +248,12 @@ class ARCCachePolicy(CachePolicy, EvictionPreview, IdleListener, MoveToFront):
         for parked in self.parked:
             parked.forget(keys)
 
-    def _ghosts_with(self, key: OffloadKey) -> GhostList[bool] | None:
+    def _ghosts_with(self, key: OffloadKey) -> GhostList | None:
         if key in self.b1:
             return self.b1
         return self.b2 if key in self.b2 else None
 
-    def _adapt(self, key: OffloadKey, ghosts: GhostList[bool]) -> None:
+    def _adapt(self, key: OffloadKey, ghosts: GhostList) -> None:
         if ghosts[key]:  # a waiting request touches its keys in every step; count one miss
             return
         ghosts[key] = True

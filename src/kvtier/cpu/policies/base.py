@@ -71,8 +71,8 @@ class CachePolicy(ABC):
     def touch(self, keys: Collection[OffloadKey]) -> None:
         """Record a use of ``keys``; the first ends up most recent, so that the tail of a prefix is evicted first.
 
-        For blocks in flight every policy keeps this order. Policies ordered by insertion (FIFO, SIEVE, S3-FIFO) leave
-        ready blocks in place and only count the use. Keys that are not held are no error; a policy may remember them.
+        For blocks in flight every policy keeps this order; one that is ordered by insertion may leave ready blocks in
+        place. Keys that are not held are no error; a policy may remember them.
         """
 
     @abstractmethod

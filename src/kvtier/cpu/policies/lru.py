@@ -1,9 +1,8 @@
 """LRU: evicts the least recently used block.
 
-The whole state is one queue, without ghosts, as FIFO's is: both inherit ``OneQueuePolicy``. One ordered dictionary is
-queue and index; its C implementation keeps the cost of a million blocks well under a microsecond a block. A busy block
-keeps its place. When many busy blocks stand before the first idle one they are parked (``parked_blocks``), so that the
-next evictions do not pass them again.
+The whole state is one queue, without ghosts. One ordered dictionary is queue and index; its C implementation keeps the
+cost of a million blocks well under a microsecond a block. A busy block keeps its place. When many busy blocks stand
+before the first idle one they are parked (``parked_blocks``), so that the next evictions do not pass them again.
 """
 
 from collections import OrderedDict, deque
@@ -24,20 +23,29 @@ from kvtier.cpu.policies.learning import ArrivedRequest, RequestLearner
 from kvtier.cpu.policies.parked_blocks import Item, ParkedBlocks
 
 
-class OneQueuePolicy(CachePolicy, EvictionPreview, MoveToFront, RequestLearner):
-    """A policy with one queue; a subclass supplies ``touch`` and ``evict``. Blocks of ended sessions leave first.
+class LRUCachePolicy(CachePolicy, EvictionPreview, IdleListener, MoveToFront, RequestLearner):
+    """LRU; a stored block counts as used when its slot is reserved. Blocks of ended sessions leave first.
 
     Attributes:
-        blocks: every held block, the next victim first. INVARIANT: the same object for the policy's life, because
-            ``getter`` hands out its bound method.
+        blocks: every held block, oldest first but for parked ones. INVARIANT: the same object for the policy's life,
+            because ``getter`` hands out its bound method.
+        parked: busy blocks that evictions skip; none unless ``expect_idle`` was called.
     """
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
         self.blocks: OrderedDict[OffloadKey, BlockStatus] = OrderedDict()
+        self.parked = ParkedBlocks(self.blocks)
         self._ended = EndedSessions(self.blocks, cache_capacity)
         # A class of one's own that learns from requests sees them all.
-        self.learns_without_hints = type(self).note_request is not OneQueuePolicy.note_request
+        self.learns_without_hints = type(self).note_request is not LRUCachePolicy.note_request
+
+    def expect_idle(self) -> None:
+        self.parked.is_notified = True
+
+    def on_idle(self, keys: Iterable[OffloadKey]) -> None:
+        if self.parked.places:
+            self.parked.on_idle(keys)
 
     def get(self, key: OffloadKey) -> BlockStatus | None:
         return self.blocks.get(key)
@@ -53,56 +61,6 @@ class OneQueuePolicy(CachePolicy, EvictionPreview, MoveToFront, RequestLearner):
 
     def remove(self, key: OffloadKey) -> None:
         self.blocks.pop(key, None)
-
-    def move_to_front(self, key: OffloadKey) -> None:
-        if key in self.blocks:
-            self.blocks.move_to_end(key)
-
-    def note_request(self, request: ArrivedRequest) -> None:
-        # From the first hint on, requests without any take blocks from their owners too.
-        self.learns_without_hints = True
-        self._ended.note(request)
-
-    def on_finished(self, req_id: str) -> None:
-        for key in self._ended.finish(req_id):
-            self.move_to_back(key)
-
-    def move_to_back(self, key: OffloadKey) -> None:
-        """Make a held block the next victim."""
-        self.blocks.move_to_end(key, last=False)
-
-    def next_victims(self, n: int) -> list[OffloadKey]:
-        return list(islice((key for key, block in self.blocks.items() if block.ref_cnt == 0), n))
-
-    def clear(self) -> None:
-        self.blocks.clear()
-        self._ended.clear()
-
-    def check(self, held: Mapping[OffloadKey, BlockStatus]) -> None:
-        check_same_blocks(self.blocks, held)
-
-
-class LRUCachePolicy(OneQueuePolicy, IdleListener):
-    """LRU; a stored block counts as used when its slot is reserved.
-
-    Attributes:
-        blocks: every held block, oldest first but for parked ones.
-        parked: busy blocks that evictions skip; none unless ``expect_idle`` was called.
-    """
-
-    def __init__(self, cache_capacity: int) -> None:
-        super().__init__(cache_capacity)
-        self.parked = ParkedBlocks(self.blocks)
-
-    def expect_idle(self) -> None:
-        self.parked.is_notified = True
-
-    def on_idle(self, keys: Iterable[OffloadKey]) -> None:
-        if self.parked.places:
-            self.parked.on_idle(keys)
-
-    def remove(self, key: OffloadKey) -> None:
-        super().remove(key)
         self.parked.forget((key,))
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
@@ -117,9 +75,15 @@ class LRUCachePolicy(OneQueuePolicy, IdleListener):
     def move_to_front(self, key: OffloadKey) -> None:
         self.touch((key,))
 
-    def move_to_back(self, key: OffloadKey) -> None:
-        super().move_to_back(key)
-        self.parked.forget((key,))
+    def note_request(self, request: ArrivedRequest) -> None:
+        # From the first hint on, requests without any take blocks from their owners too.
+        self.learns_without_hints = True
+        self._ended.note(request)
+
+    def on_finished(self, req_id: str) -> None:
+        for key in self._ended.finish(req_id):
+            self.blocks.move_to_end(key, last=False)
+            self.parked.forget((key,))
 
     def evict(self, n: int, protected: Collection[OffloadKey]) -> list[Item] | None:
         # Parked blocks are older than the old end of the queue, so with some of them the short way is wrong.
@@ -144,11 +108,12 @@ class LRUCachePolicy(OneQueuePolicy, IdleListener):
         return victims
 
     def clear(self) -> None:
-        super().clear()
+        self.blocks.clear()
         self.parked.clear()
+        self._ended.clear()
 
     def check(self, held: Mapping[OffloadKey, BlockStatus]) -> None:
-        super().check(held)
+        check_same_blocks(self.blocks, held)
         self.parked.check()
 
     def _pop_idle(self, n: int) -> list[Item]:

@@ -5,24 +5,27 @@ from collections.abc import Callable
 from kvtier.cpu.policies.base import CachePolicy
 from kvtier.cpu.policies.learning import ReuseForecaster
 from kvtier.errors import KVTierError, NamedClassError
-from kvtier.registry import Registry
+from kvtier.registry import CLASS_FORM, Registry
 
 POLICY = "eviction policy"
 """The kind of its errors."""
 
+REMOVED_POLICIES = dict.fromkeys(
+    ("fifo", "mq", "s3fifo", "sieve"),
+    f'no longer comes with kvtier: write "lru" or "hazard", or name a class of your own, {CLASS_FORM}',
+)
+"""Names that earlier releases had -> what to write instead."""
+
 CACHE_POLICIES: Registry[type[CachePolicy]] = Registry(
     POLICY,
     {
-        "fifo": "kvtier.cpu.policies.fifo:FIFOCachePolicy",
         "lru": "kvtier.cpu.policies.lru:LRUCachePolicy",
         "arc": "kvtier.cpu.policies.arc:ARCCachePolicy",
-        "s3fifo": "kvtier.cpu.policies.s3fifo:S3FIFOCachePolicy",
-        "sieve": "kvtier.cpu.policies.sieve:SieveCachePolicy",
         "hazard": "kvtier.cpu.policies.hazard:HazardCachePolicy",
-        "mq": "kvtier.cpu.policies.mq:MQCachePolicy",
     },
     contract=CachePolicy,
     entry_points="kvtier.policies",
+    removed=REMOVED_POLICIES,
 )
 """A policy of your own is named ``"package.module:MyPolicy"``, or by a package's entry point in ``kvtier.policies``."""
 
@@ -39,7 +42,8 @@ def create_cache_policy(name: str, cache_capacity: int) -> CachePolicy:
 
     Raises:
         UnknownNameError: the name is not registered.
-        NamedClassError: the class that it names cannot be imported, is no policy or cannot be built.
+        NamedClassError: the class that it names cannot be imported, is no policy, cannot be built or no longer comes
+            with kvtier.
     """
     policy_class = CACHE_POLICIES.resolve(name)
     try:

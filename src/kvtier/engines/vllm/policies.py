@@ -18,12 +18,12 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy as StockPolicy
 from kvtier.base import OffloadKey
 from kvtier.cpu.policies.arc import ARCCachePolicy
 from kvtier.cpu.policies.base import CachePolicy, MoveToFront, clear_policy
-from kvtier.cpu.policies.fifo import FIFOCachePolicy
 from kvtier.cpu.policies.lru import LRUCachePolicy
-from kvtier.cpu.policies.mq import MQCachePolicy
-from kvtier.cpu.policies.s3fifo import S3FIFOCachePolicy
-from kvtier.cpu.policies.sieve import SieveCachePolicy
+from kvtier.cpu.policies.registry import REMOVED_POLICIES
 from kvtier.errors import ConfigError
+
+PREFIX = "KVTier"
+"""Begins the names of the policies here."""
 
 StockBlock = Any
 """vLLM's block: a slot and a ``ref_cnt``. Any: its name and module change with the release."""
@@ -118,28 +118,17 @@ class KVTierARC(KVTierPolicy):
     policy: ARCCachePolicy
 
 
-class KVTierMQ(KVTierPolicy):
-    """kvtier's MQ, which counts uses."""
+def __getattr__(name: str) -> object:
+    """Refuse the name of a policy that no longer comes with kvtier: vLLM takes the setting's name from this module.
 
-    policy_class = MQCachePolicy
-
-
-class KVTierS3FIFO(KVTierPolicy):
-    """kvtier's S3-FIFO; a request's stored blocks are reordered once, at its end, and then keep their place."""
-
-    policy_class = S3FIFOCachePolicy
-
-
-class KVTierSieve(KVTierPolicy):
-    """kvtier's SIEVE; as for S3-FIFO."""
-
-    policy_class = SieveCachePolicy
-
-
-class KVTierFIFO(KVTierPolicy):
-    """kvtier's FIFO, a floor to compare other policies with."""
-
-    policy_class = FIFOCachePolicy
+    Raises:
+        ConfigError: it is such a name.
+        AttributeError: the module does not have the name.
+    """
+    if name.startswith(PREFIX) and name.removeprefix(PREFIX).lower() in REMOVED_POLICIES:
+        remedy = "no longer comes with kvtier: write KVTierLRU or KVTierARC, or a subclass of KVTierPolicy"
+        raise ConfigError("eviction_policy", name, remedy)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def in_prefix_order(
