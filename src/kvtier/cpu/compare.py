@@ -219,7 +219,7 @@ FORMATS = {
     "bfloat16": KVFormat("bfloat16", _from_bfloat16, Tolerance(0.6, 0.12)),
 }
 """The dtypes that can be compared. The tolerances are eight times the largest deviation that was measured
-(``python -m benchmarks.audit_tolerance``); wrong blocks are off by about one. Tighter ones call batching wrong; wider
+of random models whose prompts were computed alone, in batches and in chunks; wrong blocks are off by about one. Tighter ones call batching wrong; wider
 ones overlook more flipped bits."""
 
 HYBRID_TOLERANCES = {
@@ -228,8 +228,7 @@ HYBRID_TOLERANCES = {
     "bfloat16": Tolerance(3.6, 0.45),
 }
 """The tolerances of all blocks of a model with recurrent states, by the coarser dtype of their numbers and the model,
-the finest first: five to eight times the largest deviation where every expert computes each token
-(``python -m benchmarks.audit_tolerance_states``). With float16 they are as wide as with bfloat16: where a few of many
+the finest first: five to eight times the largest deviation that was measured where every expert computes each token. With float16 they are as wide as with bfloat16: where a few of many
 experts compute a token, rounding decides now and then which, and then a state is off by what another expert makes of
 it, whatever the dtype. States of another prompt are off by seven of one number and 1.3 of all."""
 
