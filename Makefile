@@ -162,8 +162,8 @@ $(PEERS_STAMP): scripts/install_peers.py $(VLLM_STAMP)
 	$(VLLM_BIN)/python scripts/install_peers.py $(LMCACHE_VERSION)
 	@touch $@
 
-bench-peers: $(PEERS_STAMP)  ## the same beside vLLM's manager and fs tier and LMCache's local back ends, and real vLLM engines
-	$(VLLM_BIN)/kvtier bench $(or $(ARGS),manager memory fs slab vllm)
+bench-peers: $(PEERS_STAMP)  ## the same beside vLLM's manager and fs tier and LMCache's disk back end, and real vLLM engines
+	$(VLLM_BIN)/kvtier bench $(or $(ARGS),manager fs slab vllm)
 
 docs: $(STAMP)  ## links, prose, tables, settings and code blocks of README and docs
 	$(BIN)/python -m scripts.check_docs

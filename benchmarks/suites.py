@@ -9,21 +9,7 @@ SUITES = (
         "benchmarks.manager",
         x_label="blocks",
     ),
-    Suite(
-        "policy",
-        "eviction policies alone, against a bare ordered dictionary",
-        "benchmarks.policy",
-        "blocks",
-    ),
     Suite("transfer", "device <-> primary, against a plain copy of the same bytes", "benchmarks.transfer"),
-    Suite(
-        "memory",
-        "puts and gets of the primary tier, manager and bytes, against a plain copy",
-        "benchmarks.memory",
-    ),
-    Suite(
-        "region", "first touch of the primary's memory, against filling touched memory", "benchmarks.region"
-    ),
     Suite("fs", "puts and gets of the fs tier, against raw files", "benchmarks.fs"),
     Suite("slab", "puts and gets of the slab tier, against raw calls on one file", "benchmarks.slab"),
     Suite(
@@ -37,20 +23,9 @@ SUITES = (
         "benchmarks.tiers.suite",
     ),
     Suite(
-        "outage",
-        "a step with 1,000 waiting requests while a tier's server is well, stopped, killed",
-        "benchmarks.outage",
-    ),
-    Suite(
         "engine",
         "the embedded engine: first tokens, no hits, a step's scheduler side",
         "benchmarks.engine.suite",
-    ),
-    Suite(
-        "burst",
-        "many short requests at once: loads and stores, against one request of as many blocks",
-        "benchmarks.burst.suite",
-        "requests",
     ),
     Suite("vllm", "real vLLM engines: first tokens, no hits", "benchmarks.vllm.suite"),
     Suite(

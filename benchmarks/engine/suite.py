@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 
-from benchmarks.engine import first_token, misses, no_hit, steps
+from benchmarks.engine import first_token, no_hit, steps
 from benchmarks.harness.measurement import Measurement
 from benchmarks.harness.suite import Options
 
 
 def measure(options: Options) -> Iterator[Measurement]:
-    """Yield times to first token, ratios without hits, times of a step, and of the records of requests."""
+    """Yield times to first token, ratios without hits, and times of a step."""
     yield from first_token.measure(options)
     yield from no_hit.measure(options)
     yield from steps.measure(options)
-    yield from misses.measure(options)

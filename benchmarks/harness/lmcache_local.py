@@ -1,13 +1,12 @@
-"""LMCache's local back ends, driven with the same blocks as kvtier's tiers, if LMCache is installed.
+"""LMCache's disk back end, driven with the same blocks as kvtier's tiers, if LMCache is installed.
 
 LMCache keeps blocks in its own buffer and returns them as memory objects; that buffer corresponds to the rows of the
 primary tier. So its disk back end writes from memory objects and reads into new ones, as kvtier's does with rows,
-without further copies. Its CPU back end allocates a memory object for each block, and a tensor is copied into it or
-out of it.
+without further copies.
 
 It runs with its own defaults: four threads, the event loop on which its writes are queued, buffered I/O unless direct
 I/O is requested. Where the work differs, LMCache has less of it: one call gets all blocks whatever the number of jobs,
-its keys are made and its files truncated or its blocks removed outside the measured time, so that it never evicts, and
+its keys are made and its files truncated outside the measured time, so that it never evicts, and
 it has neither lookups nor pins.
 """
 
@@ -16,30 +15,24 @@ import importlib
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from benchmarks.harness.block_files import empty_files
 from benchmarks.harness.tier_jobs import HANG_GUARD_S, flat_rows, job_numbers, rates_of
 from kvtier.base import OffloadKey
-from kvtier.cpu.row_copy import MAX_COPY_THREADS
-from kvtier.limits import count_usable_cores
 
-DISK_NAME, CPU_NAME = "LMCache disk", "LMCache CPU"
+DISK_NAME = "LMCache disk"
 BACKENDS = "lmcache.v1.storage_backend"
 TOKENS_PER_BLOCK = 16
 PAGE_BYTES = 4096
 DISK_GIB = 1024.0
 """Room for every round: it does not know that its files are truncated."""
 
-Bytes = npt.NDArray[np.uint8]
 LMCache = Any  # Any: modules and objects of a package that may be missing
-Tensor = Any  # Any: torch is imported with LMCache only
 
 
 class Memory:
@@ -157,66 +150,6 @@ class LMCacheDisk:
         assert is_done.wait(HANG_GUARD_S), "LMCache hangs, or a put has failed"
 
 
-class LMCacheCPU:
-    """LMCache's CPU back end, and plain copies between its memory objects and tensors.
-
-    LMCache's own kernels gather a block from the layers of a GPU; on a CPU it has slow replacements. So a block is one
-    page here, and is copied like kvtier's, by numpy and as many threads as kvtier uses. A ``copy_`` of torch waits for
-    its threads at the end of each block, which takes ten times as long when anything else runs on the machine.
-
-    Args:
-        sources: blocks to put, each shape (block_bytes,), int8, CPU, contiguous.
-        targets: as many to get into.
-    """
-
-    def __init__(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        block_bytes = sources[0].numel()
-        self._num_bytes = len(sources) * block_bytes
-        self._memory = Memory(len(sources), block_bytes)
-        self._sources = [bytes_of(block) for block in sources]
-        self._targets = [bytes_of(block) for block in targets]
-        self._num_threads = min(MAX_COPY_THREADS, count_usable_cores())
-        self._pool = ThreadPoolExecutor(self._num_threads)
-
-    def run(self, keys: Sequence[OffloadKey]) -> Mapping[str, float]:
-        """Put and get every block once, and return the rates, MiB/s."""
-        names = [self._memory.name(key) for key in keys]
-        rates = rates_of(self._num_bytes, lambda: self._put(names), lambda: self._get(names))
-        for name in names:
-            self._memory.backend.remove(name)
-        return rates
-
-    def close(self) -> None:
-        """End the threads and free its memory."""
-        self._pool.shutdown()
-        self._memory.backend.close()
-
-    def _put(self, names: Sequence[LMCache]) -> None:
-        """Allocate, copy, put and release, as LMCache's engine does."""
-        blocks = [self._memory.allocate() for _ in names]
-        self._copy([bytes_of(block.raw_tensor) for block in blocks], self._sources)
-        self._memory.backend.batched_submit_put_task(names, blocks)
-        for block in blocks:
-            block.ref_count_down()
-
-    def _get(self, names: Sequence[LMCache]) -> None:
-        """Get, copy and release."""
-        blocks = self._memory.backend.batched_get_blocking(names)
-        self._copy(self._targets, [bytes_of(block.raw_tensor) for block in blocks])
-        for block in blocks:
-            block.ref_count_down()
-
-    def _copy(self, targets: Sequence[Bytes], sources: Sequence[Bytes]) -> None:
-        """Copy block by block; thread i copies every n-th block from i on."""
-
-        def copy_some(first: int) -> None:
-            for number in range(first, len(targets), self._num_threads):
-                np.copyto(targets[number], sources[number])
-
-        for _ in self._pool.map(copy_some, range(self._num_threads)):
-            pass
-
-
 def find_obstacle() -> str | None:
     """Return why LMCache cannot be measured; None when it can.
 
@@ -228,9 +161,3 @@ def find_obstacle() -> str | None:
     except ImportError as error:
         return f"LMCache was not measured ({error}): make bench-peers"
     return None
-
-
-def bytes_of(tensor: Tensor) -> Bytes:
-    """Return a tensor's memory, shape (num_bytes,). Pure."""
-    found: Bytes = tensor.numpy().view(np.uint8)
-    return found

@@ -1,1 +1,1 @@
-"""Benchmarks of kvtier under real vLLM engines on the CPU: ``python -m benchmarks.vllm --help``."""
+"""Benchmarks of kvtier under real vLLM engines on the CPU."""

@@ -6,7 +6,7 @@ The engine core runs in that same process, so that its idle steps can be run one
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -45,11 +45,6 @@ class EngineOptions:
         block_tokens: tokens of a device block.
         max_model_tokens: longest request, with its answer.
         step_tokens: most tokens computed in a step.
-        max_num_seqs: requests that run at a time.
-        arguments: more arguments of vLLM's ``LLM``.
-        environment: more variables of its processes.
-        request: more entries of each request.
-        adapter: folder of the LoRA adapter of each request; None: without one.
     """
 
     model: str
@@ -58,40 +53,20 @@ class EngineOptions:
     block_tokens: int = 128
     max_model_tokens: int = 4096
     step_tokens: int = 4096
-    max_num_seqs: int = 8
-    arguments: dict[str, Any] = field(default_factory=dict)  # Any: vLLM's own
-    environment: dict[str, str] = field(default_factory=dict)
-    request: dict[str, Any] = field(default_factory=dict)  # Any: vLLM's own
-    adapter: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The answer to one prompt.
-
-    Attributes:
-        tokens: the generated tokens, greedy.
-        logprobs: the log-probability of each of them; empty if not requested.
-        num_cached_tokens: prompt tokens that were not computed.
-    """
-
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    num_cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Result of some prompts that were served together.
+    """The answer to a prompt.
 
     Attributes:
-        answers: one for each prompt.
-        time_s: from the submission of the first prompt to the last answer.
+        num_cached_tokens: prompt tokens that were not computed.
+        time_s: from the submission of the prompt to the end of the answer.
         loaded_tokens: tokens that kvtier loaded, by tier.
-        num_open_jobs: transfers that had not ended at the last answer.
+        num_open_jobs: transfers that had not ended with the answer.
     """
 
-    answers: tuple[Answer, ...]
+    num_cached_tokens: int
     time_s: float
     loaded_tokens: dict[str, int]
     num_open_jobs: int
@@ -115,43 +90,36 @@ class Engine:
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": options.settings,
             }
-        arguments: dict[str, Any] = {  # Any: vLLM's own
-            "skip_tokenizer_init": True,
-            "enforce_eager": True,
-            "dtype": "float32",
-            "block_size": options.block_tokens,
-            "num_gpu_blocks_override": options.num_device_blocks,
-            "max_model_len": options.max_model_tokens,
-            "max_num_batched_tokens": options.step_tokens,
-            "max_num_seqs": options.max_num_seqs,
-            "use_tqdm_on_load": False,
-            "kv_transfer_config": transfer_config,
-        }
-        self._llm = LLM(options.model, **(arguments | options.arguments))
-        self._request = options.request
-        self._adapter = None
-        if options.adapter is not None:
-            from vllm.lora.request import LoRARequest
-
-            self._adapter = LoRARequest("adapter", 1, options.adapter)
+        self._llm = LLM(
+            options.model,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            dtype="float32",
+            block_size=options.block_tokens,
+            num_gpu_blocks_override=options.num_device_blocks,
+            max_model_len=options.max_model_tokens,
+            max_num_batched_tokens=options.step_tokens,
+            max_num_seqs=8,
+            use_tqdm_on_load=False,
+            kv_transfer_config=transfer_config,
+        )
         self._core = self._llm.llm_engine.engine_core.engine_core
         self._has_kvtier = options.settings is not None
 
-    def serve(self, prompts: Sequence[Sequence[int]], num_answer_tokens: int, has_logprobs: bool) -> Served:
-        """Answer the prompts, as many at a time as the engine runs; their stores may still run afterwards."""
+    def serve(self, prompt: Sequence[int], num_answer_tokens: int) -> Served:
+        """Answer the prompt; its stores may still run afterwards."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(
             temperature=0.0,
             max_tokens=num_answer_tokens,
             ignore_eos=True,
-            logprobs=0 if has_logprobs else None,
             detokenize=False,
         )
-        requests = [{"prompt_token_ids": list(prompt), **self._request} for prompt in prompts]
+        request = {"prompt_token_ids": list(prompt)}
         loaded_before = self._loaded_tokens()
         start_s = time.perf_counter()
-        outputs = self._llm.generate(requests, sampling, use_tqdm=False, lora_request=self._adapter)
+        (output,) = self._llm.generate([request], sampling, use_tqdm=False)
         time_s = time.perf_counter() - start_s
         loaded = {
             source: num_tokens - loaded_before.get(source, 0)
@@ -159,10 +127,10 @@ class Engine:
             if num_tokens != loaded_before.get(source, 0)
         }
         num_open_jobs = int(self.stats().get("connector.open_jobs", 0))
-        return Served(tuple(make_answer(output) for output in outputs), time_s, loaded, num_open_jobs)
+        return Served(output.num_cached_tokens or 0, time_s, loaded, num_open_jobs)
 
-    def serve_without(self, prompts: Sequence[Sequence[int]], num_answer_tokens: int) -> Served:
-        """Answer the prompts like vLLM without a connector; to be called when idle.
+    def serve_without(self, prompt: Sequence[int], num_answer_tokens: int) -> Served:
+        """Answer the prompt like vLLM without a connector; to be called when idle.
 
         Before each call of a connector vLLM only checks whether there is one. Same process, same memory: two processes
         of one program differ by more than the measured cost.
@@ -175,7 +143,7 @@ class Engine:
         self._has_kvtier = False
         scheduler.connector = kv_transfer_state._KV_CONNECTOR_AGENT = None  # noqa: SLF001
         try:
-            return self.serve(prompts, num_answer_tokens, has_logprobs=False)
+            return self.serve(prompt, num_answer_tokens)
         finally:
             scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT = connectors  # noqa: SLF001
             self._has_kvtier = has_kvtier
@@ -225,7 +193,7 @@ def run_engine(options: EngineOptions, connection: Connection) -> None:
         Sends None when the engine has started or ended, and what each method returned; on an error the connection
         ends, and the interpreter prints the error.
     """
-    os.environ.update(ENVIRONMENT | options.environment)
+    os.environ.update(ENVIRONMENT)
     with connection:
         engine = Engine(options)
         connection.send(None)
@@ -234,13 +202,3 @@ def run_engine(options: EngineOptions, connection: Connection) -> None:
             connection.send(getattr(engine, method)(*arguments))
         engine.shutdown()
         connection.send(None)
-
-
-def make_answer(output: Any) -> Answer:  # noqa: ANN401  # Any: vLLM's RequestOutput
-    """Return the parts of vLLM's output that are compared. Pure."""
-    (completion,) = output.outputs
-    tokens = tuple(completion.token_ids)
-    logprobs = tuple(
-        choices[token].logprob for choices, token in zip(completion.logprobs or (), tokens, strict=False)
-    )
-    return Answer(tokens, logprobs, output.num_cached_tokens or 0)

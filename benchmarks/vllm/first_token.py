@@ -139,9 +139,9 @@ def time_first_token(engine: EngineProcess, prompt: Sequence[int], expected: Map
     Raises:
         SystemExit: the prompt's tokens did not come from the expected origins.
     """
-    served = engine.serve([prompt], 1)
+    served = engine.serve(prompt, 1)
     sources = dict(served.loaded_tokens)
-    num_device_tokens = served.answers[0].num_cached_tokens - sum(sources.values())
+    num_device_tokens = served.num_cached_tokens - sum(sources.values())
     if num_device_tokens:
         sources["device"] = num_device_tokens
     if sources != expected:

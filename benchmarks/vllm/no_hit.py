@@ -52,12 +52,11 @@ class Turns:
         return served[0], served[1]
 
     def _serve(self, turn: int, number: int) -> Served:
-        prompts = [make_prompt(number, PROMPT_TOKENS)]
         is_plain = turn == 0 or self._is_control
         serve = self._engine.serve_without if is_plain else self._engine.serve
-        served = serve(prompts, ANSWER_TOKENS)
-        if served.answers[0].num_cached_tokens:
-            raise SystemExit(f"{served.answers[0].num_cached_tokens} tokens of a new prompt were found")
+        served = serve(make_prompt(number, PROMPT_TOKENS), ANSWER_TOKENS)
+        if served.num_cached_tokens:
+            raise SystemExit(f"{served.num_cached_tokens} tokens of a new prompt were found")
         return served
 
 

@@ -101,12 +101,11 @@ class FakeLMCache:
 
 
 class CPUBackend:
-    """Memory objects by key, in so many bytes."""
+    """Memory objects, in so many bytes."""
 
     def __init__(self, owner: FakeLMCache, num_bytes: int) -> None:
         self._owner = owner
         self._num_bytes = num_bytes
-        self._blocks: dict[Key, Block] = {}
         owner.num_open += 1
 
     def allocate(self, shape: torch.Size, dtype: torch.dtype, memory_format: str) -> Block | None:
@@ -114,25 +113,6 @@ class CPUBackend:
         assert memory_format == "format"
         has_room = (self._owner.num_live + 1) * shape.numel() * dtype.itemsize <= self._num_bytes
         return Block(self._owner, shape, dtype) if has_room else None
-
-    def batched_submit_put_task(self, keys: Sequence[Key], blocks: Sequence[Block]) -> None:
-        """Hold blocks."""
-        for key, block in zip(keys, blocks, strict=True):
-            assert key not in self._blocks
-            block.ref_count_up()
-            self._blocks[key] = block
-
-    def batched_get_blocking(self, keys: Sequence[Key]) -> list[Block | None]:
-        """Hand blocks out."""
-        found = [self._blocks.get(key) for key in keys]
-        for block in found:
-            if block is not None:
-                block.ref_count_up()
-        return found
-
-    def remove(self, key: Key) -> None:
-        """Let a block go."""
-        self._blocks.pop(key).ref_count_down()
 
     def close(self) -> None:
         """Count it as closed."""
@@ -173,10 +153,6 @@ class DiskBackend:
         if self._owner.is_losing:
             blocks[-1] = None
         return blocks
-
-    def remove(self, key: Key) -> None:
-        """Remove a block's file."""
-        self._path(key).unlink()
 
     def close(self) -> None:
         """Count it as closed."""

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from tests.deploy.documents import FOLDER, bytes_of, read, require_settings
+from tests.small_engine import ROW_BYTES, running_engine, serve_some
 
 from kvtier.quantities import parse_bytes
-from scripts.small_engine import ROW_BYTES, running_engine, serve_some
 
 COMPOSE = read("compose.yaml")
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from tests.deploy.prometheus_process import PrometheusProcess
 from tests.deploy.queries import ASKED, QUERIES
+from tests.small_engine import prompt_of, running_engine, serve_some
 
 from kvtier.observe.metrics import FAMILIES
 from scripts.dashboard import expression_of, make_dashboard, names_of
-from scripts.small_engine import prompt_of, running_engine, serve_some
 
 FILE = Path(__file__).parents[2] / "deploy" / "grafana" / "kvtier.json"
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from tests.small_engine import running_engine, serve_some
 
 from kvtier.connector.control_arm import MIN_ROUNDS, ControlArm
 from kvtier.connector.metrics import SchedulerCounters
@@ -21,7 +22,6 @@ from kvtier.tiering.obj.tier import CAPACITY_COUNTS as OBJ_CAPACITY_NAMES
 from kvtier.tiering.obj.tier import COUNTS as OBJ_NAMES
 from kvtier.tiering.slab.store import COUNTER_NAMES as SLAB_NAMES
 from kvtier.tiering.valkey.store import COUNTS as VALKEY_NAMES
-from scripts.small_engine import running_engine, serve_some
 
 pytest.importorskip(
     "mooncake.store",

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-
-from scripts.small_engine import ROW_BYTES, WAIT_S, prompt_of, running_engine, serve_some
+from tests.small_engine import ROW_BYTES, WAIT_S, prompt_of, running_engine, serve_some
 
 pytest.importorskip("prometheus_client", reason="needs prometheus-client: pip install 'kvtier[observe]'")
 

@@ -13,10 +13,10 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from tests.small_engine import prompt_of, running_engine
 
 from kvtier.misses import Miss, MissCause, MissedRun, RequestRecord
 from kvtier.observe.spans import MAX_HEADERS, SPAN_NAME, RequestSpans, attributes_of
-from scripts.small_engine import prompt_of, running_engine
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}

@@ -218,9 +218,9 @@ FORMATS = {
     "float16": KVFormat("float16", _from_float16, Tolerance(0.12, 0.016)),
     "bfloat16": KVFormat("bfloat16", _from_bfloat16, Tolerance(0.6, 0.12)),
 }
-"""The dtypes that can be compared. The tolerances are eight times the largest deviation that was measured
-(``python -m benchmarks.audit_tolerance``); wrong blocks are off by about one. Tighter ones call batching wrong; wider
-ones overlook more flipped bits."""
+"""The dtypes that can be compared. The tolerances are eight times the largest deviation that was measured, of random
+models whose prompts were computed alone, in batches and in chunks; wrong blocks are off by about one. Tighter ones call
+batching wrong; wider ones overlook more flipped bits."""
 
 HYBRID_TOLERANCES = {
     "float32": Tolerance(2e-3, 2.5e-4),
@@ -228,10 +228,10 @@ HYBRID_TOLERANCES = {
     "bfloat16": Tolerance(3.6, 0.45),
 }
 """The tolerances of all blocks of a model with recurrent states, by the coarser dtype of their numbers and the model,
-the finest first: five to eight times the largest deviation where every expert computes each token
-(``python -m benchmarks.audit_tolerance_states``). With float16 they are as wide as with bfloat16: where a few of many
-experts compute a token, rounding decides now and then which, and then a state is off by what another expert makes of
-it, whatever the dtype. States of another prompt are off by seven of one number and 1.3 of all."""
+the finest first: five to eight times the largest deviation that was measured where every expert computes each token.
+With float16 they are as wide as with bfloat16: where a few of many experts compute a token, rounding decides now and
+then which, and then a state is off by what another expert makes of it, whatever the dtype. States of another prompt are
+off by more than any of them."""
 
 DESCRIBED_STATE = re.compile(r"\w+ state(?: [0-9x]+ \w+)+")
 """How vLLM describes a recurrent state: its kind, then shape and dtype of each part."""

@@ -7,14 +7,13 @@ import functools
 from pathlib import Path
 
 import pytest
+from tests.cpu.policies.chats import make_chats
 
-from benchmarks.harness.chats import make_chats
 from kvtier.cpu.policies import CACHE_POLICIES
 from kvtier.sim.bound import count_belady_hits
 from kvtier.sim.formats.registry import read_trace
 from kvtier.sim.host_replay import HostCache, replay_host
 from kvtier.sim.trace import Trace, make_trace
-from scripts.policy_hits import list_accesses
 
 TRACES = Path(__file__).parents[4] / "shared" / "traces"
 """Recorded traces that may lie beside a checkout; they are not part of the project."""
@@ -30,6 +29,10 @@ HITS = {
 
 BELADY_HITS = {"conversation": 105710, "agentic_dev": 153298}
 NUM_REQUESTS = {"conversation": 12_031, "agentic_dev": 1_000}
+
+
+def list_accesses(trace: Trace) -> list[int]:
+    return [hash_id for request in trace.requests for hash_id in request.hash_ids]
 
 
 @functools.cache

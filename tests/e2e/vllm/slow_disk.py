@@ -1,6 +1,6 @@
-"""A vLLM engine whose hits come from a disk that slows down and recovers, as a test and a command drive it."""
+"""A vLLM engine whose hits come from a disk that slows down and recovers, as tests drive it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -29,8 +29,6 @@ WINDOW = 20
 """Requests of which the share that was loaded is taken."""
 
 ONE_TOKEN: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1}  # Any: arguments of vLLM's SamplingParams
-COMPUTED = {**ONE_TOKEN, "extra_args": {"kv_transfer_params": {"skip_load": True, "skip_store": True}}}
-COMPUTED_AND_STORED = {**ONE_TOKEN, "extra_args": {"kv_transfer_params": {"skip_load": True}}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +60,20 @@ class SlowDiskBench:
 
     Args:
         engine: made with ``make_options``.
-        first_seed: of the prompts; engines on one directory do not depend on each other with other ones.
     """
 
-    def __init__(self, engine: EngineProcess, first_seed: int = 0) -> None:
+    def __init__(self, engine: EngineProcess) -> None:
         self._engine = engine
-        self._prompts = [make_prompt(first_seed + number, PROMPT_TOKENS) for number in range(NUM_PROMPTS)]
+        self._prompts = [make_prompt(number, PROMPT_TOKENS) for number in range(NUM_PROMPTS)]
         self._num_requests = 0
         for _ in self._prompts:
             self.serve()
 
-    def serve(self, sampling: Mapping[str, Any] = ONE_TOKEN) -> Served:  # Any: as there
+    def serve(self) -> Served:
         """Answer the next prompt, of which the device holds nothing."""
         prompt = self._prompts[self._num_requests % NUM_PROMPTS]
         self._num_requests += 1
-        took_s, answer = self._engine.call("time_alone", prompt, sampling)
+        took_s, answer = self._engine.call("time_alone", prompt, ONE_TOKEN)
         return Served(took_s, answer.num_cached_tokens > 0)
 
     def serve_until(self, is_enough: Callable[[float], bool], max_requests: int) -> int:

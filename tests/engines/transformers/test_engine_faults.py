@@ -288,7 +288,7 @@ def test_a_shut_down_engine_says_so(
 
 FORKING = """
 import os, sys
-from scripts.small_engine import prompt_of, running_engine
+from tests.small_engine import prompt_of, running_engine
 from kvtier.errors import EngineStateError
 from pathlib import Path
 with running_engine(Path(sys.argv[1])) as engine:

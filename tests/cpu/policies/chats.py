@@ -19,7 +19,7 @@ ANSWER_TOKENS = 300
 def make_chats(seed: int = 7, num_hours: int = 1) -> Trace:
     """Return the trace of ``seed``; an hour has about 3,100 requests and 35,000 blocks. Pure."""
     duration_s = num_hours * HOUR_S
-    rng = random.Random(seed)  # noqa: S311 - synthetic traffic, not a secret
+    rng = random.Random(seed)
 
     def draw(low: int, high: int) -> int:
         return low + int(rng.random() * (high - low + 1))

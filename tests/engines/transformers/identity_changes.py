@@ -30,6 +30,9 @@ MODEL: dict[str, object] = {
     "initializer_range": 0.2,
 }
 
+UNCHANGED = "nothing"
+"""Group of the changes after which all blocks must be found."""
+
 Settings = Mapping[str, Any]  # Any: as a user writes them
 
 
@@ -273,9 +276,9 @@ def _prompts() -> list[Change]:
 def _nothing() -> list[Change]:
     all_blocks = NUM_BLOCKS
     return [
-        Change("nothing", "a new process with the same settings", _edited(lambda _: None), all_blocks),
+        Change(UNCHANGED, "a new process with the same settings", _edited(lambda _: None), all_blocks),
         Change(
-            "nothing",
+            UNCHANGED,
             "device memory, chunks and policy",
             lambda: (
                 Side(make_llama()),
@@ -288,13 +291,13 @@ def _nothing() -> list[Change]:
             all_blocks,
         ),
         Change(
-            "nothing",
+            UNCHANGED,
             "where the model was loaded from",
             lambda: (Side(make_llama()), Side(make_llama(_name_or_path="/elsewhere"))),
             all_blocks,
         ),
         Change(
-            "nothing",
+            UNCHANGED,
             "the model's name",
             lambda: (Side(make_llama()), Side(make_llama(), engine={"model_name": "another"})),
             all_blocks,

@@ -1,1 +1,0 @@
-"""Many short requests that arrive in one step."""

@@ -1,1 +1,0 @@
-"""Which changes of an engine separate its blocks from those of another one."""
