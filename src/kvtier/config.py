@@ -180,7 +180,6 @@ class Settings:
         max_tracker_size: access counts kept by the reuse filter.
         block_size: tokens in an offloaded block; None: one device block.
         offload_prompt_only: whether to store only blocks whose tokens are all of the prompt.
-        layerwise_load: whether a request may compute its first layers while later ones are loaded.
         spec_name: registered name of the offloading spec.
         spec_module_path: module of a spec that is not registered; that spec's own settings are not checked.
         lookup_deadline_s: seconds a request may wait for promotions.
@@ -210,7 +209,6 @@ class Settings:
     max_tracker_size: int = DEFAULT_MAX_TRACKER_SIZE
     block_size: int | None = None
     offload_prompt_only: bool = False
-    layerwise_load: bool = False
     spec_name: str | None = None
     spec_module_path: str | None = None
     lookup_deadline_s: float = DEFAULT_LOOKUP_DEADLINE_S
@@ -234,13 +232,21 @@ class Settings:
     secondary_tiers: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)  # Any: tiers parse them
 
 
+REMOVED_SETTINGS = {
+    "layerwise_load": "was removed after version 0.1, because it showed no gain: leave it out",
+}
+"""Settings that earlier versions had, and what to do. Any value is refused, because none has an effect."""
+
+
 def parse_settings(extra_config: Mapping[str, Any]) -> Settings:  # Any: this is where values get types
     """Check and type the settings of ``extra_config``.
 
     Raises:
         UnknownNameError: a setting is unknown; the error names the most similar known one.
-        ConfigError: a value of the wrong type or range.
+        ConfigError: a value of the wrong type or range, or a setting that was removed.
     """
+    for name in sorted(REMOVED_SETTINGS.keys() & extra_config.keys()):
+        raise ConfigError(name, extra_config[name], REMOVED_SETTINGS[name])
     known = set(Settings.__dataclass_fields__)
     unknown = sorted(set(extra_config) - known)
     if unknown and "spec_module_path" not in extra_config:
@@ -253,7 +259,6 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:  # Any: this is
         max_tracker_size=read.whole("max_tracker_size", DEFAULT_MAX_TRACKER_SIZE, minimum=1),
         block_size=read.whole("block_size", 0, minimum=0) or None,
         offload_prompt_only=read.flag("offload_prompt_only", default=False),
-        layerwise_load=read.flag("layerwise_load", default=False),
         spec_name=read.text("spec_name", "") or None,
         spec_module_path=read.text("spec_module_path", "") or None,
         lookup_deadline_s=read.seconds("lookup_deadline_s", DEFAULT_LOOKUP_DEADLINE_S),
