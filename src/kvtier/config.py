@@ -27,8 +27,7 @@ DEFAULT_LOOKUP_DEADLINE_S = 5.0
 delay requests behind a hung one; smaller ones recompute blocks that were about to arrive."""
 
 DEFAULT_MAX_TRACKER_SIZE = 64_000
-"""Access counts that the reuse filter keeps. Fewer forget a key before its second use; each costs about 150
-bytes."""
+"""Access counts that the reuse filter keeps. Fewer forget a key before its second use; each costs about 150 bytes."""
 
 DEFAULT_AUDIT_RATIO = 0.001
 """Share of the requests that are computed although their prefix is held, to compare it. Higher finds wrong blocks and
@@ -37,6 +36,9 @@ slow places sooner; each such request costs what its hit would have saved."""
 DEFAULT_AUDIT_LIMIT = 3
 """Wrong blocks after which nothing is loaded any more. One may be a flipped bit of a memory without ECC; four are a
 fault. Zero stops at the first; more serve wrong bytes for longer."""
+
+REMOVED_SETTINGS = {"layerwise_load": "was removed after 0.1, as it showed no gain: leave it out"}
+"""Settings that earlier versions had, and what to do. Any value is refused, because none has an effect."""
 
 E = TypeVar("E", bound=Enum)
 
@@ -232,12 +234,6 @@ class Settings:
     secondary_tiers: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)  # Any: tiers parse them
 
 
-REMOVED_SETTINGS = {
-    "layerwise_load": "was removed after version 0.1, because it showed no gain: leave it out",
-}
-"""Settings that earlier versions had, and what to do. Any value is refused, because none has an effect."""
-
-
 def parse_settings(extra_config: Mapping[str, Any]) -> Settings:  # Any: this is where values get types
     """Check and type the settings of ``extra_config``.
 
@@ -347,9 +343,8 @@ class SettingsReader:
     def port(self, name: str) -> int | None:
         """Return a port, 0 to 65535, None when it is not given."""
         value = self._values.get(name)
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_PORT
-        ):
+        is_port = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_PORT
+        if value is not None and not is_port:
             raise ConfigError(name, value, f"must be a port, 0 to {MAX_PORT}; 0 takes a free one")
         return value
 

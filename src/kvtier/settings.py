@@ -34,7 +34,7 @@ Parser = Callable[[str, object], Any]  # Any: the type is that of the field
 """Returns the typed value of a setting, given its name and what the user wrote; raises ConfigError."""
 
 REMOVED_SETTINGS = {
-    "blocks_per_object": "was removed after version 0.1, because it did not speed up puts: leave it out",
+    "blocks_per_object": "was removed after 0.1, as it did not speed up puts: leave it out",
 }
 """Settings that tiers of earlier versions had, and what to do. Any value is refused, because none has an effect."""
 
