@@ -182,20 +182,6 @@ MUTANTS = (
         "tests/tiering/slab/test_store.py",
     ),
     Mutant(
-        "a block is read from its neighbour's place in a group",
-        "tiering/obj/group.py",
-        "            begin = (location.position - first) * block_bytes\n",
-        "            begin = location.position * block_bytes\n",
-        "tests/tiering/obj/test_store.py",
-    ),
-    Mutant(
-        "pointers into a group are written and not counted",
-        "tiering/obj/client.py",
-        "        return set(self._request_each(list(objects), ask))",
-        "        self._request_each(list(objects), ask)\n        return set()",
-        "tests/tiering/obj/test_store.py",
-    ),
-    Mutant(
         "a refused SET counts as done",
         "tiering/valkey/store.py",
         'return isinstance(reply, Reply) and reply.kind != "-"',

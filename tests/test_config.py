@@ -53,7 +53,6 @@ EVERY_SETTING: Mapping[str, Any] = {
     "max_tracker_size": 10,
     "block_size": 64,
     "offload_prompt_only": True,
-    "layerwise_load": True,
     "spec_name": "Mine",
     "spec_module_path": "my.module",
     "lookup_deadline_s": 1,
@@ -88,7 +87,6 @@ def test_every_setting_is_read() -> None:
         max_tracker_size=10,
         block_size=64,
         offload_prompt_only=True,
-        layerwise_load=True,
         spec_name="Mine",
         spec_module_path="my.module",
         lookup_deadline_s=1.0,
@@ -124,6 +122,15 @@ def test_an_unknown_setting_names_the_nearest() -> None:
         parse_settings({"cpu_byte_to_use": 1})
 
 
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize("others", [{}, {"spec_module_path": "my.module"}])
+def test_a_setting_that_was_removed_is_refused_with_its_value(
+    value: object, others: dict[str, object]
+) -> None:
+    with pytest.raises(ConfigError, match=rf"layerwise_load={value}: was removed .* leave it out"):
+        parse_settings({"layerwise_load": value, **others})
+
+
 def test_a_foreign_spec_may_have_settings_of_its_own() -> None:
     assert parse_settings({"spec_module_path": "my.module", "my_setting": 1}).spec_module_path == "my.module"
 
@@ -144,7 +151,6 @@ def test_a_foreign_spec_may_have_settings_of_its_own() -> None:
         ("block_size", "16"),
         ("offload_prompt_only", 1),
         ("offload_prompt_only", "true"),
-        ("layerwise_load", "false"),
         ("lookup_deadline_s", -1),
         ("lookup_deadline_s", float("inf")),
         ("lookup_deadline_s", float("nan")),

@@ -1,17 +1,14 @@
 """Throughput of the obj tier against the plain client, in one run on one real server.
 
 The floor puts and gets one object per block with obstore alone, with as many concurrent requests as the tier has
-threads: no envelope, no checksum, no conditional create, and received bytes are not copied into a row. With more than
-one block per object the tier also checks what is held, writes pointers and, when it loads, remembers their targets;
-the floor keeps one object per block. The server is a SeaweedFS on the same cores and disk, so only ratios are
-meaningful.
+threads: no envelope, no checksum, no conditional create, and received bytes are not copied into a row. The server is a
+SeaweedFS on the same cores and disk, so only ratios are meaningful.
 """
 
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -37,10 +34,6 @@ from kvtier.cli.demo.backends import open_backend
 from kvtier.tiering.obj import ObjTier
 
 NUM_THREADS = 16
-GROUPED_THREADS = 4
-"""Threads for which jobs are cut into parts long enough for groups."""
-
-BLOCKS_PER_GROUP = 8
 MAX_BLOCKS, MAX_BYTES = 128, 32 * 2**20
 """Limits of a round. The server accepts about a hundred objects a second: many more small blocks would take most of the
 run."""
@@ -53,38 +46,17 @@ NUM_ROUNDS, NUM_QUICK_ROUNDS = 4, 4
 REQUEST_TIMEOUT_S = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A measured case.
-
-    Attributes:
-        block_bytes: length of a row.
-        blocks_per_object: the tier's setting.
-        num_threads: concurrent requests of tier and floor.
-    """
-
-    block_bytes: int
-    blocks_per_object: int
-    num_threads: int
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in a round."""
-        return min(MAX_BLOCKS, MAX_BYTES // self.block_bytes)
-
-
 class Floor:
     """The plain client.
 
     Args:
         place: settings that reach the server.
         rows: data to write, shape (num_blocks, block_bytes).
-        num_threads: concurrent requests.
     """
 
-    def __init__(self, place: Place, rows: memoryview, num_threads: int) -> None:
+    def __init__(self, place: Place, rows: memoryview) -> None:
         self._rows = flat_rows(rows)
-        self._pool = ThreadPoolExecutor(num_threads)
+        self._pool = ThreadPoolExecutor(NUM_THREADS)
         # Credentials are in the environment, where the tier finds them too.
         self._store = S3Store.from_url(
             place["url"],
@@ -121,37 +93,36 @@ def open_server(folder: Path) -> AbstractContextManager[Place]:
 
 
 def measure(options: Options, place: Place) -> Iterator[Measurement]:
-    """Yield rates by direction, block size and blocks in an object."""
+    """Yield rates by direction and block size."""
     for block_bytes in QUICK_SIZES_BYTES if options.is_quick else BLOCK_SIZES_BYTES:
-        for blocks_per_object, num_threads in ((1, NUM_THREADS), (BLOCKS_PER_GROUP, GROUPED_THREADS)):
-            case = Case(block_bytes, blocks_per_object, num_threads)
-            rounds = run_case(case, place, options.count_rounds(NUM_ROUNDS, NUM_QUICK_ROUNDS))
-            for operation, values in rounds.items():
-                together = f"{blocks_per_object} an object"
-                labels = labels_of("obj", operation, block_bytes, num_threads, together)
-                yield Measurement(labels, "MiB/s", Better.HIGHER, values)
+        rounds = run_case(block_bytes, place, options.count_rounds(NUM_ROUNDS, NUM_QUICK_ROUNDS))
+        for operation, values in rounds.items():
+            labels = labels_of("obj", operation, block_bytes, NUM_THREADS, "1 an object")
+            yield Measurement(labels, "MiB/s", Better.HIGHER, values)
 
 
-def run_case(case: Case, place: Place, num_rounds: RoundCount) -> dict[str, dict[str, tuple[float, ...]]]:
+def run_case(
+    block_bytes: int, place: Place, num_rounds: RoundCount
+) -> dict[str, dict[str, tuple[float, ...]]]:
     """Run tier and floor in turns, each round with its own blocks."""
-    rows = make_rows(case.num_blocks, case.block_bytes)
+    num_blocks = min(MAX_BLOCKS, MAX_BYTES // block_bytes)
+    rows = make_rows(num_blocks, block_bytes)
     generations = count()
     with ExitStack() as ends:
-        floor = Floor(place, rows, case.num_threads)
+        floor = Floor(place, rows)
         ends.callback(floor.close)
         tier = ObjTier(
-            make_config(case.block_bytes),
+            make_config(block_bytes),
             rows,
             **place,
             prefix=f"tier/{os.urandom(4).hex()}",
-            blocks_per_object=case.blocks_per_object,
-            num_threads=case.num_threads,
+            num_threads=NUM_THREADS,
             timeout_s=REQUEST_TIMEOUT_S,
         )
         ends.callback(tier.shutdown, HANG_GUARD_S)
 
         def run_ours() -> Mapping[str, float]:
-            keys = make_keys(case.num_blocks, next(generations))
+            keys = make_keys(num_blocks, next(generations))
             return rates_of(
                 rows.nbytes,
                 lambda: move_blocks(tier, keys, is_promotion=False),

@@ -344,33 +344,6 @@ class JoiningHandler(ABC):
         """
 
 
-class LayerwiseHandler(ABC):
-    """Optional contract of a handler that copies one ref after the other and reports when each is complete.
-
-    A caller that computes with the destination during the copy waits for each layer before it reads it. Only for caches
-    with one group. Called from the thread that calls the handler.
-    """
-
-    @abstractmethod
-    def num_refs(self) -> int:
-        """Return how many refs are copied one after the other; 0 when these caches do not allow it."""
-
-    @abstractmethod
-    def transfer_by_ref(self, job_id: TransferJobId, spec: "TransferSpec") -> bool:
-        """Start a transfer that copies the refs in their order; otherwise as ``transfer_async``, also when it ends."""
-
-    @abstractmethod
-    def wait_for_ref(self, job_ids: set[TransferJobId], ref_idx: int) -> bool:
-        """Make later computation wait until the refs up to ``ref_idx`` have their bytes.
-
-        Returns:
-            False when one of ``job_ids`` has failed, so that bytes may be missing; on a device that works on its own
-            a failure may show only when the job is reported. Jobs that are unknown or reported are ignored.
-
-        Thread: blocks where computing is done by the calling thread, orders the device's work where it is not.
-        """
-
-
 class TransferSpec(NamedTuple):
     """A transfer: source and destination."""
 
@@ -440,13 +413,10 @@ class CanonicalKVCaches:
     Attributes:
         tensors: the tensors, in the order of their bytes in a row.
         group_data_refs: for each KV group what to copy, in the order of the bytes in a row.
-        ref_of_layer: for each layer of a cache with one group the ref that holds its bytes; empty when not needed:
-            then nothing is loaded layer by layer.
     """
 
     tensors: list[CanonicalKVCacheTensor]
     group_data_refs: list[list[CanonicalKVCacheRef]]
-    ref_of_layer: Mapping[str, int] = field(default_factory=dict)
 
 
 class HandlerEntry(NamedTuple):

@@ -27,8 +27,7 @@ DEFAULT_LOOKUP_DEADLINE_S = 5.0
 delay requests behind a hung one; smaller ones recompute blocks that were about to arrive."""
 
 DEFAULT_MAX_TRACKER_SIZE = 64_000
-"""Access counts that the reuse filter keeps. Fewer forget a key before its second use; each costs about 150
-bytes."""
+"""Access counts that the reuse filter keeps. Fewer forget a key before its second use; each costs about 150 bytes."""
 
 DEFAULT_AUDIT_RATIO = 0.001
 """Share of the requests that are computed although their prefix is held, to compare it. Higher finds wrong blocks and
@@ -37,6 +36,9 @@ slow places sooner; each such request costs what its hit would have saved."""
 DEFAULT_AUDIT_LIMIT = 3
 """Wrong blocks after which nothing is loaded any more. One may be a flipped bit of a memory without ECC; four are a
 fault. Zero stops at the first; more serve wrong bytes for longer."""
+
+REMOVED_SETTINGS = {"layerwise_load": "was removed after 0.1, as it showed no gain: leave it out"}
+"""Settings that earlier versions had, and what to do. Any value is refused, because none has an effect."""
 
 E = TypeVar("E", bound=Enum)
 
@@ -180,7 +182,6 @@ class Settings:
         max_tracker_size: access counts kept by the reuse filter.
         block_size: tokens in an offloaded block; None: one device block.
         offload_prompt_only: whether to store only blocks whose tokens are all of the prompt.
-        layerwise_load: whether a request may compute its first layers while later ones are loaded.
         spec_name: registered name of the offloading spec.
         spec_module_path: module of a spec that is not registered; that spec's own settings are not checked.
         lookup_deadline_s: seconds a request may wait for promotions.
@@ -210,7 +211,6 @@ class Settings:
     max_tracker_size: int = DEFAULT_MAX_TRACKER_SIZE
     block_size: int | None = None
     offload_prompt_only: bool = False
-    layerwise_load: bool = False
     spec_name: str | None = None
     spec_module_path: str | None = None
     lookup_deadline_s: float = DEFAULT_LOOKUP_DEADLINE_S
@@ -239,8 +239,10 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:  # Any: this is
 
     Raises:
         UnknownNameError: a setting is unknown; the error names the most similar known one.
-        ConfigError: a value of the wrong type or range.
+        ConfigError: a value of the wrong type or range, or a setting that was removed.
     """
+    for name in sorted(REMOVED_SETTINGS.keys() & extra_config.keys()):
+        raise ConfigError(name, extra_config[name], REMOVED_SETTINGS[name])
     known = set(Settings.__dataclass_fields__)
     unknown = sorted(set(extra_config) - known)
     if unknown and "spec_module_path" not in extra_config:
@@ -253,7 +255,6 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:  # Any: this is
         max_tracker_size=read.whole("max_tracker_size", DEFAULT_MAX_TRACKER_SIZE, minimum=1),
         block_size=read.whole("block_size", 0, minimum=0) or None,
         offload_prompt_only=read.flag("offload_prompt_only", default=False),
-        layerwise_load=read.flag("layerwise_load", default=False),
         spec_name=read.text("spec_name", "") or None,
         spec_module_path=read.text("spec_module_path", "") or None,
         lookup_deadline_s=read.seconds("lookup_deadline_s", DEFAULT_LOOKUP_DEADLINE_S),
@@ -342,9 +343,8 @@ class SettingsReader:
     def port(self, name: str) -> int | None:
         """Return a port, 0 to 65535, None when it is not given."""
         value = self._values.get(name)
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_PORT
-        ):
+        is_port = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_PORT
+        if value is not None and not is_port:
             raise ConfigError(name, value, f"must be a port, 0 to {MAX_PORT}; 0 takes a free one")
         return value
 

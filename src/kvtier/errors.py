@@ -424,10 +424,6 @@ class RestartError(KVTierError, RuntimeError):
         super().__init__(f"the restarted process ended with status {status}: {message or 'no error output'}")
 
 
-class LayerLoadError(KVTierError):
-    """A load that a step was computing with failed: its results are discarded and computed again."""
-
-
 class SimulationDiedError(KVTierError, RuntimeError):
     """A process ended before its simulation did.
 

@@ -33,6 +33,11 @@ T = TypeVar("T", bound=IsDataclass)
 Parser = Callable[[str, object], Any]  # Any: the type is that of the field
 """Returns the typed value of a setting, given its name and what the user wrote; raises ConfigError."""
 
+REMOVED_SETTINGS = {
+    "blocks_per_object": "was removed after 0.1, as it did not speed up puts: leave it out",
+}
+"""Settings that tiers of earlier versions had, and what to do. Any value is refused, because none has an effect."""
+
 _KEY = "kvtier setting"
 
 
@@ -73,10 +78,12 @@ def parse_settings(kind: type[T], values: Mapping[str, object], owner: str = "")
 
     Raises:
         UnknownNameError: there is no such setting; the message names the nearest one.
-        ConfigError: a required setting is missing, or a value is of the wrong type or range.
+        ConfigError: a required setting is missing, a value is of the wrong type or range, or a setting was removed.
     """
     known = settings_of(kind)
     for name in sorted(values):
+        if name not in known and name in REMOVED_SETTINGS:
+            raise ConfigError(name, values[name], REMOVED_SETTINGS[name])
         if name not in known:
             raise UnknownNameError(f"setting of {owner}" if owner else "setting", name, set(known))
     parsed: dict[str, object] = {}

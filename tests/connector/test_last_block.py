@@ -6,7 +6,6 @@ import pytest
 from tests.connector.fakes import (
     FakeBlocks,
     FakeNewRequest,
-    FakeOutput,
     FakeRequest,
     FakeSpec,
     FakeStep,
@@ -18,7 +17,7 @@ from tests.connector.fakes import (
 
 from kvtier.base import ReqContext, make_offload_key
 from kvtier.config import GroupKind, KVGroup
-from kvtier.connector.common import OffloadingConnectorMetadata, OffloadingWorkerMetadata
+from kvtier.connector.common import OffloadingConnectorMetadata
 from kvtier.connector.groups import make_group_layouts
 from kvtier.connector.prefix_search import LONE_BLOCK_TOKENS, find_max_end, split_by_need
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
@@ -32,10 +31,8 @@ PROMPT = list(range(16))
 class Bench:
     """A scheduler half of an engine that computes the last token of a loaded prompt again, and its calls."""
 
-    def __init__(
-        self, *groups: KVGroup, computes_last_token: bool = True, layerwise_load: bool = False
-    ) -> None:
-        config = make_config(1, groups or (FULL,), layerwise_load=layerwise_load)
+    def __init__(self, *groups: KVGroup, computes_last_token: bool = True) -> None:
+        config = make_config(1, groups or (FULL,))
         self.manager = CPUOffloadingManager(64)
         spec = FakeSpec(replace(config, computes_last_token=computes_last_token), self.manager)
         self.half = OffloadingConnectorScheduler(spec)
@@ -83,19 +80,6 @@ def test_an_engine_that_does_not_say_so_has_a_token_to_compute() -> None:
     bench.store(PROMPT)
 
     assert bench.half.get_num_new_matched_tokens(FakeRequest("b", PROMPT), 0) == (12, True)
-
-
-def test_a_load_by_layer_leaves_its_step_a_block_to_compute() -> None:
-    bench = Bench(layerwise_load=True)
-    bench.half.update_connector_output(FakeOutput(OffloadingWorkerMetadata(layerwise_workers=1)))
-    bench.store(PROMPT)
-
-    def ask(name: str, *, can_wait_by_layer: bool) -> tuple[int | None, bool]:
-        request = FakeRequest(name, PROMPT)
-        return bench.half.get_num_new_matched_tokens(request, 0, can_wait_by_layer=can_wait_by_layer)
-
-    assert ask("b", can_wait_by_layer=True) == (12, False)
-    assert ask("c", can_wait_by_layer=False) == (16, True)
 
 
 def test_a_clients_limit_and_what_the_device_holds_count_as_before() -> None:

@@ -57,7 +57,7 @@ class AskingTier(SlowTier):
 class Bench:
     """A scheduler half over host memory and one tier as slow as a test wants, and an engine's calls."""
 
-    def __init__(self, load_if: str = "faster", block_s: float = 0.1, *, is_layerwise: bool = False) -> None:
+    def __init__(self, load_if: str = "faster", block_s: float = 0.1) -> None:
         clock = Clock()
         self.driver = TieringDriver(
             NUM_SLOTS,
@@ -65,11 +65,8 @@ class Bench:
             lookup_deadline_s=1000.0,
         )
         clock.reading = self.clock = self.driver.clock
-        config = make_config(load_if=load_if, layerwise_load=is_layerwise)
+        config = make_config(load_if=load_if)
         self.half = OffloadingConnectorScheduler(FakeSpec(config, self.driver.manager), clock=self.clock)
-        if is_layerwise:
-            report = OffloadingWorkerMetadata(layerwise_workers=config.world_size)
-            self.half.update_connector_output(FakeOutput(report))
         self._num_requests = 0
 
     @property
@@ -97,15 +94,6 @@ class Bench:
         metadata = self.half.build_connector_meta(step)
         self.half.update_connector_output(report_jobs(metadata))
         return metadata
-
-    def measures_a_step(self, request: FakeRequest, num_loaded: int = 0) -> bool:
-        """Begin a request and compute a hundred tokens of it; return whether a worker is to report that step."""
-        self.half.get_num_new_matched_tokens(request, 0, can_wait_by_layer=True)
-        blocks = FakeBlocks((list(range(100)),))
-        self.half.update_state_after_alloc(request, blocks, num_loaded)
-        step = FakeStep([FakeNewRequest(request.request_id, blocks.get_block_ids(), num_loaded)])
-        step.num_scheduled_tokens[request.request_id] = 100
-        return self.half.build_connector_meta(step).measured_step is not None
 
     def fill(self, prompt: list[int] = PROMPT) -> None:
         """Compute a prompt once, so that the tier has its blocks and host memory does not."""
@@ -405,21 +393,6 @@ def test_the_engine_s_steps_tell_how_fast_it_computes() -> None:
         bench.clock.advance(500.0)
 
     assert bench.count("connector.prefill_tokens_per_s") == pytest.approx(200.0)
-
-
-def test_a_step_that_waits_for_a_load_layer_by_layer_is_not_measured() -> None:
-    longer = [*PROMPT[:NUM_TOKENS], *range(1000, 1100)]
-    assert Bench(is_layerwise=True).measures_a_step(FakeRequest("computed", longer))
-    bench = Bench(is_layerwise=True)
-    bench.fill()
-
-    request = bench.request(longer)
-    while (answer := bench.half.get_num_new_matched_tokens(request, 0, can_wait_by_layer=True))[0] is None:
-        bench.half.build_connector_meta(FakeStep())
-        bench.clock.advance(1.0)
-
-    assert answer == (NUM_TOKENS, False)
-    assert not bench.measures_a_step(request, NUM_TOKENS)
 
 
 def test_a_worker_is_asked_to_report_a_step_only_when_that_is_of_use() -> None:

@@ -22,7 +22,6 @@ from tests.tiering.drivers import make_driver
 
 import kvtier.connector
 from kvtier.base import OffloadKey, ReqContext
-from kvtier.connector.layerwise import LayerwiseChoice
 from kvtier.connector.load_or_compute import LoadOrCompute
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 
@@ -88,7 +87,7 @@ def test_a_store_and_a_load_take_few_functions_and_none_of_what_is_off() -> None
     modules = {module for module, _ in calls}
     assert len(calls) <= MAX_FUNCTIONS, sorted(calls)
     assert {"scheduler", "prefix_search", "planning", "jobs"} <= modules
-    assert not modules & {"layerwise", "load_or_compute", "handshake"}
+    assert not modules & {"load_or_compute", "handshake"}
 
 
 @pytest.mark.parametrize("is_held", [False, True])
@@ -105,10 +104,9 @@ def test_a_longer_prefix_takes_no_further_call(is_held: bool) -> None:
 @pytest.mark.parametrize("is_on", [False, True])
 def test_an_optional_part_is_there_when_its_setting_is_on(is_on: bool) -> None:
     load_if = "faster" if is_on else "always"
-    config = make_config(layerwise_load=is_on, load_if=load_if)
+    config = make_config(load_if=load_if)
     half = OffloadingConnectorScheduler(FakeSpec(config, make_driver(4).manager))
 
-    assert isinstance(half.layerwise, LayerwiseChoice) is is_on
     assert isinstance(half.load_or_compute, LoadOrCompute) is is_on
 
 

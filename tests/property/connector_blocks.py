@@ -96,13 +96,6 @@ class BlockPool:
         self._key_of[block_id] = key
         return True
 
-    def forget(self, block_ids: set[int]) -> None:
-        """Let nobody find these blocks any more."""
-        for block_id in block_ids:
-            key = self._key_of.pop(block_id, None)
-            if key is not None:
-                del self._cached[key]
-
     def forget_all(self) -> None:
         """Empty the prefix cache."""
         self._cached.clear()

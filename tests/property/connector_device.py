@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from kvtier.base import (
     GPULoadStoreSpec,
-    LayerwiseHandler,
     OffloadingHandler,
     TransferJobId,
     TransferResult,
@@ -27,9 +26,6 @@ PAGE_CELLS = 8
 CELL_BYTES = 8
 GARBAGE = -1
 NULL_BLOCK = 0
-
-LAYERS = ("first", "last")
-"""Layers that an engine waits for; their bytes are not told apart."""
 
 Cells = npt.NDArray[np.int64]
 
@@ -70,7 +66,7 @@ class HostRows:
         return cells[:, worker * self.part_cells : (worker + 1) * self.part_cells]
 
 
-class SlowHandler(OffloadingHandler, LayerwiseHandler):
+class SlowHandler(OffloadingHandler):
     """One direction of one worker; copies when told to, oldest job first unless told otherwise.
 
     Args:
@@ -107,7 +103,6 @@ class SlowHandler(OffloadingHandler, LayerwiseHandler):
         self.num_to_decline = 0
         self.is_eager = False
         self.is_newest_first = False
-        self.is_telling_late = False
 
     def transfer_async(self, job_id: TransferJobId, spec: TransferSpec) -> bool:
         self.begun.add(job_id)
@@ -128,20 +123,6 @@ class SlowHandler(OffloadingHandler, LayerwiseHandler):
     def get_finished(self) -> list[TransferResult]:
         ended, self._ended = self._ended, []
         return ended
-
-    def num_refs(self) -> int:
-        return len(LAYERS)
-
-    def transfer_by_ref(self, job_id: TransferJobId, spec: TransferSpec) -> bool:
-        return self.transfer_async(job_id, spec)
-
-    def wait_for_ref(self, job_ids: set[TransferJobId], ref_idx: int) -> bool:
-        """Carry a load out when its last layer is needed, and tell of its failure then, or only when it is reported."""
-        if ref_idx == len(LAYERS) - 1:
-            self.wait(job_ids)
-        return self.is_telling_late or not any(
-            result.job_id in job_ids and not result.success for result in self._ended
-        )
 
     def wait(self, job_ids: set[TransferJobId]) -> None:
         for entry in [entry for entry in self._queue if entry[0] in job_ids]:

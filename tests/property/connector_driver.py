@@ -105,7 +105,6 @@ class EngineOptions:
         copies_newest_first: handlers begin with what was submitted last.
         has_region: nothing moves before the workers have reported the region that they have mapped.
         calls_preemption_hook: workers are told of a step before its loads begin, or by that alone.
-        is_layerwise: requests may be computed while they are loaded; no step is planned ahead then.
         is_choosing: only what is faster than computing is loaded.
         state_interval: tokens between two states that the engine keeps and names; None: it keeps each block's and names
             none. A layout without states makes no use of it.
@@ -126,7 +125,6 @@ class EngineOptions:
     copies_newest_first: bool = False
     has_region: bool = False
     calls_preemption_hook: bool = True
-    is_layerwise: bool = False
     is_choosing: bool = False
     computes_last_token: bool = False
     state_interval: int | None = None
@@ -150,7 +148,6 @@ class ConnectorDriver:
         factor = options.factor if can_join else 1
         extra: dict[str, object] = {
             "offload_prompt_only": options.is_prompt_only,
-            "layerwise_load": options.is_layerwise,
             "load_if": "faster" if options.is_choosing else "always",
         }
         if factor > 1:
@@ -186,7 +183,6 @@ class ConnectorDriver:
             names_resumed_as_new=options.names_resumed_as_new,
             has_region=options.has_region,
             calls_preemption_hook=options.calls_preemption_hook,
-            can_wait_by_layer=options.is_layerwise,
             state_interval=options.state_interval,
             is_ready=lambda key: (block := table.get_block(key)) is not None and block.is_ready,
         )
@@ -273,15 +269,11 @@ class ConnectorDriver:
 
     def preempt(self, index: int) -> None:
         """The engine takes a running request's blocks."""
-        if self.options.is_layerwise:
-            self.settle_steps()
         if self.engine.running:
             self.engine.preempt(self.engine.running[index % len(self.engine.running)])
 
     def reset(self, kind: ResetKind) -> None:
         """The weights change, or only the connector is told to forget."""
-        if self.options.is_layerwise:
-            self.settle_steps()
         if kind is ResetKind.CONNECTOR:
             self.engine.reset_connector()
         elif kind is ResetKind.AS_VLLM:

@@ -45,7 +45,6 @@ class SimEngine:
         names_resumed_as_new: a resumed request is announced like a new one, as newer runners of vLLM want it.
         has_region: nothing moves before the workers have reported the region that they have mapped.
         calls_preemption_hook: workers are told of a step before its loads begin, or by that alone.
-        can_wait_by_layer: requests may be computed while they are loaded.
         state_interval: tokens between two states that it names; None: each block's, by position.
         is_ready: whether host memory holds a block.
 
@@ -63,7 +62,6 @@ class SimEngine:
         names_resumed_as_new: bool = False,
         has_region: bool = False,
         calls_preemption_hook: bool = True,
-        can_wait_by_layer: bool = False,
         state_interval: int | None = None,
         is_ready: Callable[[OffloadKey], bool],
     ) -> None:
@@ -89,8 +87,6 @@ class SimEngine:
         self._has_void_jobs = False
         self._may_move = not has_region
         self._calls_preemption_hook = calls_preemption_hook
-        self._can_wait_by_layer = can_wait_by_layer
-        self._arriving: dict[str, SimRequest] = {}
         self._state_interval, self._is_ready = state_interval, is_ready
 
     @property
@@ -152,16 +148,10 @@ class SimEngine:
             if failed_blocks is not None:
                 self._note_failure(self.loading[req_id], failed_blocks)
         for work, sampled in zip(step.works, step.sampled, strict=True):
-            if work.request.request_id in step.failed_layer_loads:
-                self._take_back(work, step.failed_layer_loads[work.request.request_id])
-            else:
-                assert GARBAGE not in sampled, "what was computed with a failed load is served"
-                self._take_tokens(work, sampled, is_stopping=is_stopping)
-        self._arriving = {}
+            assert GARBAGE not in sampled, "what was computed with a failed load is served"
+            self._take_tokens(work, sampled, is_stopping=is_stopping)
         # Requests that ended by these tokens are finished by now: vLLM hands on the workers' reports last.
         self.scheduler.update_connector_output(FakeOutput(step.report))
-        if self.scheduler.layerwise is not None:
-            self.cache.pool.forget(self.scheduler.layerwise.drain_invalid_blocks())
         for rank, req_id, failed_blocks in step.ended_loads:
             self._note_load(rank, req_id, has_failed=failed_blocks is not None)
         self._may_move = True
@@ -269,10 +259,10 @@ class SimEngine:
         searched = self._search(request)
         if searched is None:
             return True
-        num_local, num_external, local, is_layerwise = searched
+        num_local, num_external, local = searched
         num_computed = request.num_computed or num_local + num_external
         missing = request.num_tokens - num_computed
-        is_to_wait = num_external > 0 and not is_layerwise
+        is_to_wait = num_external > 0
         num_new = 0 if is_to_wait else min(chunk, missing)
         if self.cache.holds_new_state(local) or not self.cache.fits(request, local, num_computed):
             return False
@@ -287,10 +277,6 @@ class SimEngine:
         if is_to_wait:
             self._note_load_begun(request, num_local, num_external)
             return True
-        if is_layerwise:
-            request.num_external, self._arriving[request.request_id] = num_external, request
-            self.seen["load by layer"] += 1
-            self.seen["load by layer beyond a device hit"] += num_local > 0
         self.seen["device hit"] += num_local > 0
         request.phase = Phase.RUNNING
         request.run = Run(list(request.tokens), [self.weights] * num_computed)
@@ -299,25 +285,22 @@ class SimEngine:
         self._start_work(request, num_new, [], output, works)
         return True
 
-    def _search(self, request: SimRequest) -> tuple[int, int, Tables, bool] | None:
-        """Return the tokens on the device, those to be loaded, cached blocks, and whether by layer; None: wait."""
+    def _search(self, request: SimRequest) -> tuple[int, int, Tables] | None:
+        """Return the tokens on the device, those to be loaded, and cached blocks; None: wait."""
         if request.num_computed > 0:
-            return 0, 0, [[] for _ in self.groups], False
+            return 0, 0, [[] for _ in self.groups]
         num_local, local = self.cache.find_prefix(request)
-        found, is_async = self.scheduler.get_num_new_matched_tokens(
-            request, num_local, can_wait_by_layer=self._can_wait_by_layer
-        )
+        found, is_async = self.scheduler.get_num_new_matched_tokens(request, num_local)
         if found is None:
             self._note_wait(request)
-            self.seen["told to wait for a load by layer"] += bool(self._arriving) and num_local > 0
             return None
-        assert self._can_wait_by_layer or is_async is (found > 0)
+        assert is_async is (found > 0)
         assert is_async or num_local + found < request.num_tokens, "a token must be left to compute"
         assert found == 0 or not request.has_failed_load, (
             f"{request.request_id} loads again after a failed load"
         )
         check_found_prefix(self.groups, request, num_local, found, self._config, self._is_ready)
-        return num_local, found, local, found > 0 and not is_async
+        return num_local, found, local
 
     def _note_begun(self, request: SimRequest, num_computed: int) -> None:
         request.num_computed = num_computed
@@ -350,20 +333,6 @@ class SimEngine:
         else:
             self.seen["chunk of a prompt"] += 1
         works.append(Work(request, request.run, list(tables_of(request)), num_tokens, drafts, is_sampling))
-
-    def _take_back(self, work: Work, failed_blocks: list[int]) -> None:
-        """Draw vLLM's conclusion from a load by layer that failed: its step is void, it is computed in place."""
-        request = work.request
-        self.seen["load by layer failed"] += 1
-        request.num_in_flight -= work.num_tokens
-        request.has_failed_load = True
-        if request.phase is Phase.ENDED:
-            self.seen["load by layer failed, its request aborted"] += 1
-            return
-        request.num_placeholders -= work.is_sampling
-        request.num_computed = request.tables[0].index(failed_blocks[0]) * self.groups[0].block_tokens
-        assert request.run is not None
-        request.run.weights = request.run.weights[: request.num_computed]
 
     def _take_tokens(self, work: Work, sampled: list[int], *, is_stopping: bool) -> None:
         request = work.request
@@ -415,13 +384,11 @@ class SimEngine:
             source, destination = job.transfer_spec
             self.seen["load lost"] += isinstance(source, LostLoadStoreSpec)
             slots = set(source.block_ids.tolist()) if isinstance(source, CPULoadStoreSpec) else set()
-            for other in [*self.loading.values(), *self._arriving.values()]:
+            for other in self.loading.values():
                 assert not slots & other.load_slots, (
                     f"{job.req_id}: a block is loaded that {other.request_id} loads"
                 )
-            assert job.is_layerwise is (job.req_id in self._arriving)
-            loading = self._arriving if job.is_layerwise else self.loading
-            loading[job.req_id].load_slots = set() if job.is_layerwise else slots
+            self.loading[job.req_id].load_slots = slots
             assert isinstance(destination, GPULoadStoreSpec)
             factor = self._config.block_size_factor
             for size, first in zip(destination.group_sizes, destination.block_indices, strict=True):

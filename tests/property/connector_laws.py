@@ -36,15 +36,12 @@ def check_metadata(
             assert end <= limit, f"{job.req_id}: a block that ends at {end} is stored, {limit} are allowed"
     for job in metadata.load_jobs.values():
         request = requests[job.req_id]
-        is_last_loaded = computes_last_token and not job.is_layerwise
-        limit = min(request.limit("load"), request.num_tokens - (not is_last_loaded))
-        # What the same step computes after a load by layer is counted already.
-        num_held = request.num_computed - (request.num_in_flight if job.is_layerwise else 0)
-        num_local = num_held - request.num_external
+        limit = min(request.limit("load"), request.num_tokens - (not computes_last_token))
+        num_local = request.num_computed - request.num_external
         for first, end in _spans(job, job.transfer_spec.destination, request, groups, 1):
             assert end <= limit, f"{job.req_id}: a block that ends at {end} is loaded, {limit} are allowed"
             assert first >= num_local, f"{job.req_id}: a block is loaded that device memory has"
-        assert is_lost(job) or num_held <= limit
+        assert is_lost(job) or request.num_computed <= limit
 
 
 def check_found_prefix(

@@ -139,7 +139,6 @@ class Step:
         works: what is computed.
         weights: of the model when it was planned.
         sampled: for each work the tokens it sampled.
-        failed_layer_loads: for each request whose load by layer failed, the device blocks that it was to fill.
         ended_loads: worker, request and failed device blocks of each load that ended; None: it was good.
         report: what the workers reported; None before the step was executed.
     """
@@ -148,6 +147,5 @@ class Step:
     works: list[Work]
     weights: int
     sampled: list[list[int]] = field(default_factory=list)
-    failed_layer_loads: dict[str, list[int]] = field(default_factory=dict)
     ended_loads: list[tuple[int, str, list[int] | None]] = field(default_factory=list)
     report: OffloadingWorkerMetadata | None = None

@@ -42,9 +42,9 @@ POLICIES = ["lru", "hazard", "hazard", LRU_PARKING, ARC_PARKING]
 SHARED_LENGTHS = [40, 33, 24, 20, 16, 13, 8, 5]
 
 
-def draw_options(rng: random.Random, *, is_roomy: bool, is_layerwise: bool = False) -> EngineOptions:
+def draw_options(rng: random.Random, *, is_roomy: bool) -> EngineOptions:
     """Return an engine to walk with, whose primary tier never evicts if it is roomy."""
-    options = EngineOptions(
+    return EngineOptions(
         layout=rng.choice(sorted(LAYOUTS)),
         factor=rng.randint(1, 2),
         num_slots=NUM_ROOMY_SLOTS if is_roomy else rng.choice([3, 8, 16, 32]),
@@ -60,7 +60,6 @@ def draw_options(rng: random.Random, *, is_roomy: bool, is_layerwise: bool = Fal
         computes_last_token=rng.random() < 0.5,
         state_interval=rng.choice([None, None, 4, 8, 12, 16]),
     )
-    return replace(options, layout="full", num_steps_ahead=0, is_layerwise=True) if is_layerwise else options
 
 
 class Walk:
@@ -68,19 +67,16 @@ class Walk:
 
     Args:
         seed: where chance comes from.
-        is_layerwise: whether requests may be computed while they are loaded.
         is_choosing: whether only what is faster than computing is loaded, from tiers.
         is_choosy: whether tiers and host want less than everything.
     """
 
-    def __init__(
-        self, seed: int, *, is_layerwise: bool = False, is_choosing: bool = False, is_choosy: bool = False
-    ) -> None:
+    def __init__(self, seed: int, *, is_choosing: bool = False, is_choosy: bool = False) -> None:
         self.rng = random.Random(seed)
         # Half of the walks are such that whatever is computed must be found again.
         self.is_ideal = self.rng.random() < 0.5
         self.is_calm = self.is_ideal or self.rng.random() < 0.3
-        options = draw_options(self.rng, is_roomy=self.is_ideal, is_layerwise=is_layerwise)
+        options = draw_options(self.rng, is_roomy=self.is_ideal)
         if is_choosing:
             options = replace(
                 options, is_tiered=True, is_choosing=True, num_slots=self.rng.choice([3, 8, 16])
@@ -94,8 +90,6 @@ class Walk:
                 tier_settings=tuple(self.rng.choices(CHOOSY, k=self.rng.randint(1, 2))),
             )
         self.driver = ConnectorDriver(options)
-        for worker in self.driver.engine.workers:
-            worker.loads.is_telling_late = seed % 2 == 0
         self._num_arrived = 0
 
     def go(self, num_operations: int) -> None:
@@ -109,8 +103,6 @@ class Walk:
         if self.driver.options.tier_settings != (TierSettings(),):
             often += [self._wait, self._serve]
         harm = [self._fail, self._fail, self._forget]
-        if self.driver.options.is_layerwise:
-            harm += [self._fail_while_computing, self._fail_while_computing]
         for _ in range(num_operations):
             drawn = self.rng.random()
             kinds = often if drawn < 0.7 else sometimes if drawn < 0.95 or self.is_calm else harm
@@ -181,18 +173,6 @@ class Walk:
         for _ in range(self.rng.randint(1, 3)):
             self.driver.come_again(self.rng.randrange(3), num_cut=0, num_new=4)
             self.driver.step(16)
-
-    def _fail_while_computing(self) -> None:
-        """The load of a request that computes with it fails, and perhaps its client goes away meanwhile."""
-        self.driver.settle_steps()
-        self.driver.forget_on_device()
-        self.driver.come_again(self.rng.randrange(3), num_cut=0, num_new=4)
-        self._fail()
-        self.driver.schedule(16, [])
-        if self.rng.random() < 0.5:
-            self.driver.abort(-1)
-        self.driver.settle_steps()
-        self.driver.come_again(0, num_cut=0, num_new=4)
 
     def _run_out(self) -> None:
         self.driver.run_out()

@@ -5,14 +5,13 @@ before it, of the group, of the weights and of the worker. A state-space group h
 the block's last computed token.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from tests.connector.fakes import FakeSpec
 from tests.property.connector_blocks import SimGroup
 from tests.property.connector_device import (
     GARBAGE,
-    LAYERS,
     NULL_BLOCK,
     PAGE_CELLS,
     Cells,
@@ -25,7 +24,7 @@ from tests.property.connector_requests import Step, Work
 
 from kvtier.base import CanonicalKVCaches, GPULoadStoreSpec, HandlerEntry, TransferJobId
 from kvtier.config import GroupKind, OffloadingConfig
-from kvtier.connector.common import OffloadingWorkerMetadata, TransferJob
+from kvtier.connector.common import OffloadingWorkerMetadata
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.cpu.common import CPULoadStoreSpec
 
@@ -53,9 +52,7 @@ class SimWorker:
             HandlerEntry(GPULoadStoreSpec, CPULoadStoreSpec, self.stores),
         ]
         self.half = OffloadingConnectorWorker(spec(config, entries=entries), pause=lambda _: None)
-        self.half.register_kv_caches(
-            CanonicalKVCaches([], [], {name: idx for idx, name in enumerate(LAYERS)})
-        )
+        self.half.register_kv_caches(CanonicalKVCaches([], []))
 
 
 def execute_step(
@@ -67,8 +64,7 @@ def execute_step(
         if calls_preemption_hook:
             worker.half.handle_preemptions(step.metadata)
         worker.half.start_kv_transfers(step.metadata)
-    layer_loads = {job.req_id: job for job in step.metadata.load_jobs.values() if job.is_layerwise}
-    step.sampled = _compute_all(step, layer_loads, workers, groups)
+    step.sampled = [_compute(work, step.weights, workers, groups) for work in step.works]
     for worker in workers:
         assert (worker.device[NULL_BLOCK] == GARBAGE).all(), "somebody has written to the null block"
         # An engine's step without tokens has nothing to store and skips this.
@@ -79,65 +75,11 @@ def execute_step(
         sent, received = worker.half.get_finished(set())
         assert not sent
         failed = worker.half.take_failed_loads()
-        assert not received & layer_loads.keys(), "an engine does not wait for a load by layer"
-        assert failed.keys() <= received | layer_loads.keys()
-        step.failed_layer_loads |= {
-            req_id: blocks for req_id, blocks in failed.items() if req_id in layer_loads
-        }
+        assert failed.keys() <= received
         step.ended_loads += [(worker.rank, req_id, failed.get(req_id)) for req_id in sorted(received)]
         report = worker.half.build_connector_worker_meta()
         if report is not None:
             step.report = step.report.aggregate(report)
-    if step.failed_layer_loads:
-        assert step.report.failed_jobs >= step.metadata.store_jobs.keys(), (
-            "what a failed load spoiled is stored"
-        )
-        for worker in workers:
-            for job_id in step.metadata.store_jobs:
-                # A worker that does not know of the failure copies what nobody will be given.
-                worker.stores.expected.pop(job_id, None)
-
-
-def _compute_all(
-    step: Step,
-    layer_loads: Mapping[str, TransferJob],
-    workers: Sequence[SimWorker],
-    groups: Sequence[SimGroup],
-) -> list[list[int]]:
-    """Compute what a step is to compute, when each layer is said to be there."""
-    for worker in workers:
-        for layer in LAYERS:
-            worker.half.wait_for_layer(layer)
-    return [
-        _compute_with_load(work, layer_loads[work.request.request_id], step.weights, workers, groups)
-        if work.request.request_id in layer_loads
-        else _compute(work, step.weights, workers, groups)
-        for work in step.works
-    ]
-
-
-def _compute_with_load(
-    work: Work, job: TransferJob, weights: int, workers: Sequence[SimWorker], groups: Sequence[SimGroup]
-) -> list[int]:
-    """Compute with what a load has brought; where it has failed everything that comes of it is wrong."""
-    destination = job.transfer_spec.destination
-    assert isinstance(destination, GPULoadStoreSpec)
-    block_ids = destination.block_ids.tolist()
-    expected = expected_kv(work.run.tokens, 0, work.run.weights, workers[0].rank)
-    cells = [worker.device[block_ids, : groups[0].block_tokens] for worker in workers]
-    first = work.tables[0].index(block_ids[0]) * groups[0].block_tokens
-    is_there = all(
-        each.reshape(-1).tolist()
-        == [value + worker.rank - workers[0].rank for value in expected[first : first + each.size]]
-        for worker, each in zip(workers, cells, strict=True)
-    )
-    if is_there:
-        return _compute(work, weights, workers, groups)
-    for position in range(work.run.num_computed, work.run.num_computed + work.num_tokens):
-        block, cell = divmod(position, groups[0].block_tokens)
-        for worker in workers:
-            worker.device[work.tables[0][block], cell] = GARBAGE
-    return [GARBAGE] if work.is_sampling else []
 
 
 def _compute(work: Work, weights: int, workers: Sequence[SimWorker], groups: Sequence[SimGroup]) -> list[int]:

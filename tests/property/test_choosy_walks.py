@@ -10,19 +10,18 @@ WALK_OPERATIONS = 60
 
 
 @pytest.mark.parametrize(
-    ("is_choosing", "is_layerwise", "reached"),
+    ("is_choosing", "reached"),
     [
-        (False, False, {"refused_by_admission", "declined_cascades", "promoted_blocks"}),
-        (True, False, {"refused_by_admission", "promoted_blocks", "probe_blocks"}),
-        (True, True, {"refused_by_admission", "promoted_blocks", "probe_blocks"}),
+        (False, {"refused_by_admission", "declined_cascades", "promoted_blocks"}),
+        (True, {"refused_by_admission", "promoted_blocks", "probe_blocks"}),
     ],
 )
 def test_walks_with_choosy_tiers_keep_the_laws_and_leave_nothing_behind(
-    is_choosing: bool, is_layerwise: bool, reached: set[str]
+    is_choosing: bool, reached: set[str]
 ) -> None:
     totals = dict.fromkeys(reached, 0.0)
     for seed in range(NUM_WALKS):
-        walk = Walk(seed, is_choosing=is_choosing, is_layerwise=is_layerwise, is_choosy=True)
+        walk = Walk(seed, is_choosing=is_choosing, is_choosy=True)
         walk.go(WALK_OPERATIONS)
         stats = walk.driver.engine.scheduler.stats()
         for name in ("waiting_requests", "open_jobs", "connector.open_jobs", "connector.requests"):

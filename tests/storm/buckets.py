@@ -41,8 +41,7 @@ class ObjPlace(ServerPlace):
         rng = self.weather.rng
         block_bytes = ENVELOPE_BYTES + (view.shape or (0, 0))[1]
         ObjPlace.present = self
-        blocks_per_object = rng.choice([1, 1, 3])
-        self.ttl_s = rng.choice([None, None, 20.0, 600.0]) if blocks_per_object == 1 else None
+        self.ttl_s = rng.choice([None, None, 20.0, 600.0])
         return ObjTier(
             config,
             view,
@@ -50,7 +49,6 @@ class ObjPlace(ServerPlace):
             clock=self.weather.clock,
             wall_clock=self.weather.wall_clock,
             url="s3://storm/blocks",
-            blocks_per_object=blocks_per_object,
             ttl_s=self.ttl_s,
             capacity_bytes=rng.choice([None, None, 64 * 3 * block_bytes]),
             num_threads=rng.choice([1, 3]),
@@ -105,11 +103,6 @@ class SimObstore:
         """Write an object."""
         del use_multipart
         store.put(path, b"".join(body), is_new=mode == "create")
-
-    @staticmethod
-    async def put_async(store: ObjPlace, path: str, body: bytes, *, mode: str = "overwrite") -> None:
-        """Write an object."""
-        store.put(path, bytes(body), is_new=mode == "create")
 
     @staticmethod
     def get(store: ObjPlace, path: str) -> "_Result":

@@ -126,7 +126,7 @@ class StormWorker:
             HandlerEntry(GPULoadStoreSpec, CPULoadStoreSpec, self.stores),
         ]
         self.half = OffloadingConnectorWorker(StormSpec(config, entries=entries), pause=lambda _: None)
-        self.half.register_kv_caches(CanonicalKVCaches([], [], {}))
+        self.half.register_kv_caches(CanonicalKVCaches([], []))
 
 
 class StormEngine:

@@ -35,7 +35,7 @@ TENANTS = parse_tenants({"alice": {"quota_bytes": {"host": 2}}, "bob": {}}, "", 
 
 def seal(name: bytes, payload: bytes, tag: bytes = b"t" * 16, counter: int = 0) -> bytes:
     """Return what looks like an encrypted block."""
-    fields = EncryptedFields(b"n" * 16, name, 0, len(payload), len(payload), 1, b"s" * 16, counter, 0)
+    fields = EncryptedFields(b"n" * 16, name, len(payload), len(payload), 1, b"s" * 16, counter, 0)
     before, behind = fields.pack()
     return join_encrypted_header(before, tag, behind) + payload
 

@@ -1,4 +1,4 @@
-"""Blocks that somebody has planted: long, of holes, with headers that say their length."""
+"""Blocks that somebody has planted: of holes, with headers that say their length, or of another encoding."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def forge_header(path: str, header_bytes: int, num_bytes: int, *, is_encrypted: 
     with Path(path).open("r+b") as file:
         found = unpack(file.read(ENVELOPE_BYTES))
         assert isinstance(found, Envelope)
-        fields = EncryptedFields(found.namespace, found.key, 0, num_bytes, num_bytes, 7, bytes(16), 1, 0)
+        fields = EncryptedFields(found.namespace, found.key, num_bytes, num_bytes, 7, bytes(16), 1, 0)
         before, behind = fields.pack()
         forged = join_encrypted_header(before, bytes(16), behind)
         if not is_encrypted:
@@ -43,6 +43,12 @@ def forge_header(path: str, header_bytes: int, num_bytes: int, *, is_encrypted: 
         file.seek(0)
         file.write(forged)
         file.truncate(header_bytes + num_bytes)
+
+
+def with_codec(block: bytes, codec: int) -> bytes:
+    """Return a plain block whose header says another encoding, with the checksum of such a header."""
+    fields = block[:6] + codec.to_bytes(2, "little") + block[8 : ENVELOPE_BYTES - 8]
+    return fields + xxhash.xxh3_64_intdigest(fields).to_bytes(8, "little") + block[ENVELOPE_BYTES:]
 
 
 class AnyOpener:

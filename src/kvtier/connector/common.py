@@ -55,12 +55,10 @@ class TransferJob:
     Attributes:
         req_id: the request.
         transfer_spec: where from and where to.
-        is_layerwise: whether the step that begins this load computes with it, layer by layer.
     """
 
     req_id: str
     transfer_spec: TransferSpec
-    is_layerwise: bool = False
 
 
 class AuditReport(NamedTuple):
@@ -115,7 +113,6 @@ class OffloadingWorkerMetadata:
         completed_jobs: how many workers have ended each job, well or badly.
         failed_jobs: the jobs that failed on at least one of them.
         region_identities: identity of the region of each worker that reports for the first time.
-        layerwise_workers: change of the number of workers that can load layer by layer.
         load_bytes: bytes of loads that ended, all workers together.
         load_time_s: seconds that copying them took; workers copy at the same time, so it is the longest of them.
         measured_step: number of the step that this reports; None when its time is not measured.
@@ -126,7 +123,6 @@ class OffloadingWorkerMetadata:
     completed_jobs: dict[TransferJobId, int] = field(default_factory=dict)
     failed_jobs: frozenset[TransferJobId] = frozenset()
     region_identities: tuple[tuple[int, int], ...] = ()
-    layerwise_workers: int = 0
     load_bytes: int = 0
     load_time_s: float = 0.0
     measured_step: int | None = None
@@ -149,7 +145,6 @@ class OffloadingWorkerMetadata:
             completed_jobs,
             self.failed_jobs | other.failed_jobs,
             self.region_identities + other.region_identities,
-            self.layerwise_workers + other.layerwise_workers,
             self.load_bytes + other.load_bytes,
             max(self.load_time_s, other.load_time_s),
             other.measured_step if self.measured_step is None else self.measured_step,
@@ -160,7 +155,7 @@ class OffloadingWorkerMetadata:
     def is_empty(self) -> bool:
         """Return whether there is nothing to report."""
         is_measured = self.measured_step is not None
-        return not (self.completed_jobs or self.region_identities or self.layerwise_workers or is_measured)
+        return not (self.completed_jobs or self.region_identities or is_measured)
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,11 +82,6 @@ class TransferJobs:
         self._num_jobs = 0
 
     @property
-    def num_loads(self) -> int:
-        """How many of the open jobs are loads."""
-        return len(self.by_id) - self.num_stores
-
-    @property
     def num_fenced_stores(self) -> int:
         """How many stores fence a device block."""
         return sum(bool(job.fenced_blocks) for job in self.by_id.values())

@@ -12,13 +12,13 @@ added at half its weight. The choice with the lowest sum wins; of equal ones the
 not measured yet counts as zero, so the blocks are loaded and the time is measured.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvtier.base import OffloadingManager, OffloadingSpec
 from kvtier.config import LoadIf
-from kvtier.connector.common import OffloadingWorkerMetadata, TransferJob
+from kvtier.connector.common import OffloadingWorkerMetadata
 from kvtier.connector.groups import make_group_layouts
 from kvtier.connector.metrics import SchedulerCounters
 from kvtier.connector.prefix_search import split_by_need
@@ -246,15 +246,8 @@ class LoadOrCompute:
         for tier, keys in unwanted.to_probe.items():
             self._locator.probe(tier, keys)
 
-    def begin_step(self, output: SchedulerOutput, loads: Collection[TransferJob] = ()) -> int | None:
-        """Record the start of a step; return the number under which workers report its duration.
-
-        Args:
-            output: what it computes.
-            loads: what begins with it. The time that a step waits for a load is not compute time: then it is not timed.
-        """
-        if any(load.is_layerwise for load in loads):
-            return None
+    def begin_step(self, output: SchedulerOutput) -> int | None:
+        """Record the start of a step; return the number under which workers report its duration."""
         num_tokens = 0
         for req_id, num_scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(req_id) if num_scheduled > 1 else None

@@ -137,7 +137,6 @@ class SchedulerCounters:
     Attributes:
         load_jobs: loads begun, lost ones included.
         failed_load_jobs: loads that failed on a worker or became void.
-        layerwise_load_jobs: loads that their request computed with while they ran.
         lost_load_jobs: loads whose blocks were gone when the load was to pin them.
         store_jobs: stores begun.
         failed_store_jobs: stores that failed on a worker or became void.
@@ -150,7 +149,6 @@ class SchedulerCounters:
 
     load_jobs: int = 0
     failed_load_jobs: int = 0
-    layerwise_load_jobs: int = 0
     lost_load_jobs: int = 0
     store_jobs: int = 0
     failed_store_jobs: int = 0

@@ -14,11 +14,7 @@ One step of the engine, in order:
 4. scheduler half, once, with the sum over all workers: ``update_connector_output``; before or after it,
    ``request_finished`` for each request that ended.
 
-An engine that can compute a request while it is loaded passes this to ``get_num_new_matched_tokens``. In a step that
-begins such a load it calls the worker half's ``wait_for_layer`` before it reads a layer, for each layer; and it does
-points 1 and 2 of the next step after point 4 of this one.
-
-Otherwise point 2 of the next step may come before point 4 of this one. A step without tokens is a step too: a request
+Point 2 of the next step may come before point 4 of this one. A step without tokens is a step too: a request
 whose lookup returned None or whose load is open needs steps to go on, and so does a store until it has ended.
 
 Source: vLLM's ``KVConnectorBase_V1`` as of version 0.32.

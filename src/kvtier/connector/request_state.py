@@ -65,7 +65,6 @@ class SearchState:
         max_end_token: where a load ends at the latest, whatever its client says; None before the first search.
         blocking_job: the load, for another request, that this one waits for.
         is_touched: whether its keys were touched since it arrived.
-        is_layerwise: whether the last answer lets it compute while its load runs.
         waits_since_s: when the first search began that was not final; None while the request does not wait.
         found: the prefix that the last search has found; None before its final answer.
         began_s: the clock's reading at the first search.
@@ -76,7 +75,6 @@ class SearchState:
     max_end_token: int | None = None
     blocking_job: TransferJobId | None = None
     is_touched: bool = False
-    is_layerwise: bool = False
     waits_since_s: float | None = None
     found: FoundPrefix | None = None
     began_s: float = 0.0

@@ -2,8 +2,8 @@
 
 It never blocks. ``protocols`` has the order of a step. Its decisions are in the modules beside this one: how much of a
 prefix can be loaded (prefix_search) and is worth it (load_or_compute), which hits are computed to check them (audit),
-which keys and device blocks a job moves (planning), what is in flight (jobs), which request computes while it is loaded
-(layerwise), whether transfers may start at all (handshake). Optional ones are None when they are off.
+which keys and device blocks a job moves (planning), what is in flight (jobs), whether transfers may start at all
+(handshake). Optional ones are None when they are off.
 
 Source: the division follows vLLM's OffloadingConnectorScheduler as of May 2026.
 """
@@ -29,7 +29,6 @@ from kvtier.connector.common import (
 from kvtier.connector.groups import make_group_layouts
 from kvtier.connector.handshake import make_handshake
 from kvtier.connector.jobs import JobKind, OpenTransfer, TransferJobs
-from kvtier.connector.layerwise import make_layerwise_choice
 from kvtier.connector.load_or_compute import make_load_or_compute
 from kvtier.connector.metrics import SchedulerCounters, SearchMeter, TransferMeter
 from kvtier.connector.planning import iterate_load_keys, list_storable_blocks, offer_blocks, plan_load
@@ -74,7 +73,6 @@ class OffloadingConnectorScheduler:
         manager: which blocks are held; both searches depend on it alone.
         layouts: the KV groups.
         counters: what was decided so far.
-        layerwise: the loads that their request computes with; None when there are none.
         load_or_compute: how much of a hit is loaded; None when all of it is.
         audit: computes some hits to compare them with what is held; None when it is off.
         recorder: the recorder; an engine that reports arrivals calls its ``on_arrival`` before the search.
@@ -98,7 +96,6 @@ class OffloadingConnectorScheduler:
         self._searches = SearchMeter()
         self._clock = clock
         self._requests: dict[str, RequestState] = {}
-        self.layerwise = make_layerwise_choice(spec)
         # An isinstance of a protocol is dear, and the answer never changes.
         self._promoting = self.manager if isinstance(self.manager, PromotingManager) else None
         self.layouts = make_group_layouts(spec)
@@ -126,12 +123,7 @@ class OffloadingConnectorScheduler:
             control.attach(self)
 
     def get_num_new_matched_tokens(
-        self,
-        request: Request,
-        num_computed_tokens: int,
-        key_salt: bytes = b"",
-        *,
-        can_wait_by_layer: bool = False,
+        self, request: Request, num_computed_tokens: int, key_salt: bytes = b""
     ) -> tuple[int | None, bool]:
         """Return how many tokens of a waiting request can be loaded; the engine calls this until it schedules it.
 
@@ -140,16 +132,12 @@ class OffloadingConnectorScheduler:
             num_computed_tokens: leading tokens that device memory holds.
             key_salt: what decides the bytes of the request's blocks beyond what its content hashes cover, for
                 example the weights of an adapter; at most 64 bytes. Another salt finds other blocks.
-            can_wait_by_layer: whether the engine may schedule the request at once, waits for each layer in the step
-                that then begins its load, and plans no further step before that one's report.
 
         Returns:
-            How many tokens beyond those can be loaded, and True when the load runs beside the engine's steps and the
-            request waits for it; False when none can, or when it is scheduled at once and waits layer by layer. None:
-            call again in the next step. At least one token is left, unless the engine ``computes_last_token`` again.
+            How many tokens beyond those can be loaded, and whether the request waits for a load that runs beside the
+            engine's steps: True unless there is none. None: call again in the next step. At least one token is left,
+            unless the engine ``computes_last_token`` again.
         """
-        if self.layerwise is not None and self.layerwise.shares_blocks(request, num_computed_tokens):
-            return WAIT
         state = self._requests.get(request.request_id)
         if state is None:
             state = self._add_request(request, key_salt)
@@ -167,16 +155,13 @@ class OffloadingConnectorScheduler:
         state.search.num_local_tokens = num_computed_tokens
         if self._handshake is not None:
             return self._handshake.answer()
-        is_layerwise = self.layerwise is not None and self.layerwise.choose(
-            state, can_wait_by_layer=can_wait_by_layer, num_open_loads=self._jobs.num_loads
-        )
         began_s = self._clock()
         end_token = self._find(state, num_computed_tokens)
         self._searches.on_search(state.search, began_s, self._clock(), is_final=end_token is not None)
         if end_token is None:
             return WAIT
         num_found = end_token - num_computed_tokens
-        return num_found, num_found > 0 and not is_layerwise
+        return num_found, num_found > 0
 
     def update_state_after_alloc(
         self, request: Request, blocks: DeviceBlocks, num_external_tokens: int
@@ -240,7 +225,7 @@ class OffloadingConnectorScheduler:
                     self._prepare_stores(state, num_tokens, store_jobs)
         measured_step = None
         if self.load_or_compute is not None:
-            measured_step = self.load_or_compute.begin_step(scheduler_output, self._load_jobs.values())
+            measured_step = self.load_or_compute.begin_step(scheduler_output)
         metadata = OffloadingConnectorMetadata(
             self._load_jobs,
             store_jobs,
@@ -266,8 +251,6 @@ class OffloadingConnectorScheduler:
             self._handshake.record(report.region_identities)
             if self._handshake.is_open:
                 self._handshake = None
-        if self.layerwise is not None:
-            self.layerwise.count_workers(report.layerwise_workers)
         if not report.completed_jobs:
             return
         if report.transfers:
@@ -342,7 +325,7 @@ class OffloadingConnectorScheduler:
         loads = self._jobs.void_all()
         for job_id, job in self._load_jobs.items():
             lost = TransferSpec(LostLoadStoreSpec(), job.transfer_spec.destination)
-            self._load_jobs[job_id] = TransferJob(job.req_id, lost, job.is_layerwise)
+            self._load_jobs[job_id] = TransferJob(job.req_id, lost)
         # Workers report every load once, so a load that is on its way is failed by them and not dropped here.
         self._jobs_to_fail |= loads - self._load_jobs.keys()
         for state in self._requests.values():
@@ -398,7 +381,7 @@ class OffloadingConnectorScheduler:
             return num_local_tokens
         # The engine needs a token to compute: without one there is no output to sample from.
         max_end_token = state.request.num_tokens - 1
-        if self._computes_last_token and not state.search.is_layerwise:
+        if self._computes_last_token:
             max_end_token = find_max_end(self._search_groups, state.request.num_tokens, num_local_tokens)
         state.search.max_end_token = max_end_token
         if state.limits.max_load_tokens is not None:
@@ -426,7 +409,7 @@ class OffloadingConnectorScheduler:
         return end_token
 
     def _begin_load(self, state: RequestState, blocks: DeviceBlocks, num_external_tokens: int) -> None:
-        request, is_layerwise = state.request, state.search.is_layerwise
+        request = state.request
         first_token = state.search.num_local_tokens or 0
         end_token = first_token + num_external_tokens
         plan = plan_load(self.layouts, state.keys, blocks.get_block_ids(), first_token, end_token)
@@ -446,10 +429,7 @@ class OffloadingConnectorScheduler:
             self.counters.lost_load_jobs += 1
             transfer = TransferSpec(LostLoadStoreSpec(), plan.device_spec)
             job_id = self._jobs.open_load(state, [])
-        self._load_jobs[job_id] = TransferJob(request.request_id, transfer, is_layerwise)
-        if is_layerwise and self.layerwise is not None:
-            self.layerwise.begin(job_id, request, first_token)
-            self.counters.layerwise_load_jobs += 1
+        self._load_jobs[job_id] = TransferJob(request.request_id, transfer)
         if self._jobs.fenced:
             self._flush(plan.device_blocks)
 
@@ -480,8 +460,6 @@ class OffloadingConnectorScheduler:
 
     def _end_load(self, job: OpenTransfer) -> None:
         state = job.state
-        if self.layerwise is not None:
-            self.layerwise.end(job)
         if job.keys:
             self.manager.complete_load(job.keys, state.context)
         self.records.on_load_ended(job)

@@ -17,7 +17,6 @@ from kvtier.base import (
     OffloadingSpec,
     TransferJobId,
     TransferResult,
-    TransferType,
 )
 from kvtier.config import LoadIf
 from kvtier.connector.common import (
@@ -29,7 +28,6 @@ from kvtier.connector.common import (
     TransferSample,
 )
 from kvtier.connector.handshake import region_identity_of
-from kvtier.connector.layerwise import LayerLoads
 from kvtier.connector.protocols import KVCacheDetacher
 from kvtier.errors import EngineStateError
 from kvtier.log_limit import limit_log_lines
@@ -74,32 +72,18 @@ class OffloadingConnectorWorker:
         self.worker = OffloadingWorker()
         self._spec = spec
         self._pause = pause
-        self._is_layerwise_wanted = spec.config.settings.layerwise_load
         self._is_timing_wanted = spec.config.settings.load_if is LoadIf.FASTER
         self._is_idle = False
         self._deferred_stores: dict[TransferJobId, TransferJob] = {}
         self._stores: set[TransferJobId] = set()
         self._loads: dict[TransferJobId, _OpenLoad] = {}
         self._failed_loads: dict[str, list[int]] = {}
-        self._layer_loads = LayerLoads(self.worker, CanonicalKVCaches([], []), 0)
-        self._results: list[TransferResult] = []
-        self._is_step_invalid = False
         self._report = OffloadingWorkerMetadata()
 
     def register_kv_caches(self, kv_caches: CanonicalKVCaches) -> None:
         """Build the handlers for the engine's KV cache; once, before the first step."""
-        num_refs = 0
         for entry in self._spec.get_handlers(kv_caches):
             self.worker.register_handler(*entry)
-            if self._is_layerwise_wanted and entry.destination.medium() == GPULoadStoreSpec.medium():
-                media = TransferType(entry.source.medium(), entry.destination.medium())
-                num_refs = max(num_refs, self.worker.num_refs(media))
-        self._layer_loads = LayerLoads(self.worker, kv_caches, num_refs)
-        if self._is_layerwise_wanted and not self._layer_loads.is_able:
-            logger.warning(
-                "layerwise_load loads nothing by layer: layers of this KV cache cannot be loaded apart"
-            )
-        self._report.layerwise_workers += self._layer_loads.is_able
         identity = region_identity_of(self._spec)
         if identity is not None:
             self._report.region_identities = (identity,)
@@ -133,8 +117,6 @@ class OffloadingConnectorWorker:
             load.has_begun = False
         self._spec.detach_kv_caches()
         self.worker = OffloadingWorker()
-        self._report.layerwise_workers -= self._layer_loads.is_able
-        self._layer_loads = LayerLoads(self.worker, CanonicalKVCaches([], []), 0)
 
     def handle_preemptions(self, metadata: OffloadingConnectorMetadata) -> None:
         """Start the stores of the last step, then finish those whose device blocks will be overwritten.
@@ -156,20 +138,13 @@ class OffloadingConnectorWorker:
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
         """Start the loads of this step, after ``handle_preemptions`` if the engine has not called it."""
         self.handle_preemptions(metadata)
-        self._is_step_invalid = False
         if not metadata.load_jobs:
             return
-        # First: the step computes with them, layer by layer.
-        begun = {
-            job_id
-            for job_id, job in metadata.load_jobs.items()
-            if job.is_layerwise and self._layer_loads.begin(job_id, job.transfer_spec)
-        }
-        begun |= self.worker.transfer_joined(
+        begun = self.worker.transfer_joined(
             {
                 job_id: job.transfer_spec
                 for job_id, job in metadata.load_jobs.items()
-                if not (job.is_layerwise or isinstance(job.transfer_spec.source, LostLoadStoreSpec))
+                if not isinstance(job.transfer_spec.source, LostLoadStoreSpec)
             }
         )
         # A declined load is reported in get_finished like any other: the engine looks nowhere else.
@@ -187,49 +162,9 @@ class OffloadingConnectorWorker:
         """
         self.worker.wait(set(self._loads))
 
-    def wait_for_layer(self, layer_name: str) -> bool:
-        """Delay the following computation until the layer is loaded; costs nothing without a load by layer.
-
-        Call it before anything reads the layer in a step that computes with its loads.
-
-        Returns:
-            False when a load has failed: what is computed from here on is wrong. The request's device blocks will be
-            among those of take_failed_loads, and nothing that this step computed is stored.
-
-        Thread: blocks for tensors in host memory; on a device it orders the device's work.
-        """
-        return self._layer_loads.wait_for_layer(layer_name)
-
-    def end_layer_loads(self, *, is_computed: bool = True) -> bool:
-        """Wait until the loads by layer of this step have ended; later calls in the step find nothing to wait for.
-
-        Args:
-            is_computed: whether the step has computed, so that it must have waited for each layer.
-
-        Returns:
-            False when the step may have computed with missing bytes; prepare_store_kv then stores nothing of it.
-
-        Thread: blocks.
-        """
-        was_able = self._layer_loads.is_able
-        results, is_invalid = self._layer_loads.end(is_computed=is_computed)
-        self._report.layerwise_workers += self._layer_loads.is_able - was_able
-        self._results += results
-        self._is_step_invalid |= is_invalid
-        return not self._is_step_invalid
-
     def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Prepare the stores of this step, which start in the next one; call it when the step has computed.
-
-        If the step has computed with a load that failed, its stores fail here: the bytes would be wrong.
-
-        Thread: blocks until loads by layer have ended.
-        """
-        if self.end_layer_loads():
-            self._deferred_stores.update(metadata.store_jobs)
-            return
-        for job_id in metadata.store_jobs:
-            self._report.mark_completed(job_id, success=False)
+        """Prepare the stores of this step, which start in the next one; call it when the step has computed."""
+        self._deferred_stores.update(metadata.store_jobs)
 
     def get_finished(self, finished_req_ids: Collection[str]) -> tuple[set[str], set[str]]:
         """Return the requests whose stores, and those whose load, ended since the last call.
@@ -238,13 +173,11 @@ class OffloadingConnectorWorker:
             finished_req_ids: requests that ended; a load for one of them is reported all the same.
 
         Returns:
-            No stores, because they hold no device blocks. Each load once, whether it ended well or badly; loads by
-            layer are left out, because their requests are not waiting.
+            No stores, because they hold no device blocks. Each load once, whether it ended well or badly.
 
-        Thread: pauses once in a step without tokens; blocks until loads by layer have ended.
+        Thread: pauses once in a step without tokens.
         """
         del finished_req_ids
-        self.end_layer_loads(is_computed=False)
         if self._is_idle:
             self._pause(IDLE_PAUSE_S)
         self._is_idle = False
@@ -252,12 +185,11 @@ class OffloadingConnectorWorker:
         self._failed_loads = {}
         ended: set[str] = set()
         for job_id in [job_id for job_id, load in self._loads.items() if not load.has_begun]:
-            ended |= self._end_load(job_id, success=False)
-        results, self._results = [*self._results, *self.worker.get_finished()], []
-        for result in results:
+            ended.add(self._end_load(job_id, success=False))
+        for result in self.worker.get_finished():
             if result.job_id in self._loads:
                 self._record(result)
-                ended |= self._end_load(result.job_id, result.success)
+                ended.add(self._end_load(result.job_id, result.success))
             elif result.job_id in self._stores:
                 self._record(result)
                 self._stores.remove(result.job_id)
@@ -292,19 +224,17 @@ class OffloadingConnectorWorker:
         for job_id in deferred.keys() - begun:
             self._report.mark_completed(job_id, success=False)
 
-    def _end_load(self, job_id: TransferJobId, success: bool) -> set[str]:
-        """Report a load; return its request if the engine waits for it."""
+    def _end_load(self, job_id: TransferJobId, success: bool) -> str:
+        """Report a load; return its request."""
         load = self._loads.pop(job_id)
         req_id = load.job.req_id
-        is_layerwise = job_id in self._layer_loads
-        self._layer_loads.close(job_id)
-        is_good = success and not load.is_void and not (is_layerwise and self._is_step_invalid)
+        is_good = success and not load.is_void
         self._report.mark_completed(job_id, is_good)
         if not is_good:
             destination = load.job.transfer_spec.destination
             blocks = destination.block_ids.tolist() if isinstance(destination, BlockIDsLoadStoreSpec) else []
             self._failed_loads[req_id] = blocks
-        return set() if is_layerwise else {req_id}
+        return req_id
 
     def _record(self, result: TransferResult) -> None:
         size, time_s, transfer_type = result.transfer_size, result.transfer_time, result.transfer_type

@@ -107,11 +107,16 @@ class AuditHandler(OffloadingHandler):
         if not all(all(self._parts[part.group_idx]) for part in moves):
             return False  # a group whose numbers are not known
         deviations: list[float] = []
-        parts = [partial(self._compare, part, self._begin_reads(part), deviations) for part in moves]
+        comparisons = [partial(self._compare, part, self._begin_reads(part), deviations) for part in moves]
+
+        def compare_groups() -> None:
+            for compare in comparisons:
+                compare()
+
         if self._thread is None:
             self._thread = CopyThread(AUDIT)
         self._deviations[job_id] = deviations
-        return self._thread.submit(job_id, 0, *parts)
+        return self._thread.submit(job_id, 0, compare_groups)
 
     def get_finished(self) -> list[TransferResult]:
         if self._thread is None:

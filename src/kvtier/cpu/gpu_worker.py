@@ -60,8 +60,8 @@ class Copier(Protocol):
     def store(self, moves: Sequence[GroupMoves]) -> None:
         """Copy device -> rows."""
 
-    def load(self, moves: Sequence[GroupMoves], places: slice | None = None) -> None:
-        """Copy rows -> device; ``places`` selects refs of each group, None: all."""
+    def load(self, moves: Sequence[GroupMoves]) -> None:
+        """Copy rows -> device."""
 
     def release(self) -> None:
         """Drop tensors and rows; idempotent. No copy may be in flight."""
@@ -187,7 +187,7 @@ class CpuGpuOffloadingHandlers:
             self._copiers = (copier, copier)
         storing, loading = self._directions
         storing.attach(self._copiers[0].store)
-        loading.attach(self._copiers[1].load, self._copiers[1].load)
+        loading.attach(self._copiers[1].load)
         if self.audit_handler is not None:
             self.audit_handler.attach(partial(_read_pages, pages))
 

@@ -193,18 +193,13 @@ class RowCopier:
 
     def store(self, moves: Sequence[GroupMoves]) -> None:
         """Copy device -> rows and zero the tails. Returns when all bytes are copied."""
-        pieces = self._plan_pieces(moves, slice(None), is_store=True)
+        pieces = self._plan_pieces(moves, is_store=True)
         pieces += [tail for move in moves if (tail := self._plan_tail(move)) is not None]
         self._run(pieces)
 
-    def load(self, moves: Sequence[GroupMoves], places: slice | None = None) -> None:
-        """Copy rows -> device. Returns when all bytes are copied.
-
-        Args:
-            moves: what to copy.
-            places: refs of each group; None: all of them.
-        """
-        self._run(self._plan_pieces(moves, places or slice(None), is_store=False))
+    def load(self, moves: Sequence[GroupMoves]) -> None:
+        """Copy rows -> device. Returns when all bytes are copied."""
+        self._run(self._plan_pieces(moves, is_store=False))
 
     def release(self) -> None:
         """End the helpers and drop tensors and rows; idempotent. No copy may be in flight."""
@@ -212,29 +207,27 @@ class RowCopier:
         self._refs = []
         self._rows = self._rows[:0].copy()
 
-    def _plan_pieces(self, moves: Sequence[GroupMoves], places: slice, *, is_store: bool) -> list[Piece]:
+    def _plan_pieces(self, moves: Sequence[GroupMoves], *, is_store: bool) -> list[Piece]:
         if self._calls is None:
-            return [
-                piece for move in moves for piece in self._plan_with_numpy(move, places, is_store=is_store)
-            ]
+            return [piece for move in moves for piece in self._plan_with_numpy(move, is_store=is_store)]
         by_page = [(_places_of_pages(move, self._layout.block_size_factor), move.group_idx) for move in moves]
         num_bytes = sum(
-            len(pages) * ref.page_size_bytes for pages, group in by_page for ref in self._refs[group][places]
+            len(pages) * ref.page_size_bytes for pages, group in by_page for ref in self._refs[group]
         )
         is_past_cache = is_store or num_bytes >= LOADED_PAST_CACHE_FROM_BYTES
         shares = [
             ref.share(pages, is_past_cache=is_past_cache)
             for pages, group in by_page
-            for ref in self._refs[group][places]
+            for ref in self._refs[group]
         ]
         turn = np.zeros(1, np.int64)
         num_threads = min(1 + self._num_helpers, -(-num_bytes // PIECE_BYTES))
         return [partial(self._calls.move_pages, shares, turn, PART_BYTES, is_store)] * num_threads
 
-    def _plan_with_numpy(self, move: GroupMoves, places: slice, *, is_store: bool) -> Iterator[Piece]:
+    def _plan_with_numpy(self, move: GroupMoves, *, is_store: bool) -> Iterator[Piece]:
         factor = self._layout.block_size_factor
         runs = plan_runs(move, factor)
-        for size_bytes, refs in groupby(self._refs[move.group_idx][places], lambda ref: ref.page_size_bytes):
+        for size_bytes, refs in groupby(self._refs[move.group_idx], lambda ref: ref.page_size_bytes):
             if len(move.device_blocks) * size_bytes >= len(runs) * GATHER_BELOW_BYTES:
                 batches = list(_batch_rectangles(runs, factor, max(1, PIECE_BYTES // size_bytes)))
                 yield from (partial(ref.copy, batch, is_store=is_store) for ref in refs for batch in batches)

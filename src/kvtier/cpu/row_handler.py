@@ -12,7 +12,6 @@ from typing import Protocol
 from kvtier.base import (
     GPULoadStoreSpec,
     JoiningHandler,
-    LayerwiseHandler,
     OffloadingHandler,
     TransferJobId,
     TransferResult,
@@ -41,15 +40,13 @@ MAX_JOINED_BYTES = 2 << 20
 smaller ones pay more often for planning, the queue and waking its thread. 0 joins none."""
 
 Copy = Callable[[Sequence[GroupMoves]], None]
-CopyRefs = Callable[[Sequence[GroupMoves], slice], None]
-"""Moves the bytes of some refs of each group."""
 
 
 class TransferQueue(Protocol):
     """Runs the copies of one direction in the order of submission."""
 
-    def submit(self, job_id: TransferJobId, num_bytes: int, *parts: Callable[[], None]) -> bool:
-        """Accept a copy whose parts run in order; False when the queue accepts none any more."""
+    def submit(self, job_id: TransferJobId, num_bytes: int, copy: Callable[[], None]) -> bool:
+        """Accept a copy; False when the queue accepts none any more."""
 
     def submit_joined(
         self,
@@ -65,17 +62,12 @@ class TransferQueue(Protocol):
     def wait(self, job_ids: set[TransferJobId]) -> None:
         """Block until each of ``job_ids`` has ended."""
 
-    def wait_for_part(self, job_ids: set[TransferJobId], part: int) -> bool:
-        """Make compute wait until each job's parts up to ``part`` are copied; False when one has failed."""
-
     def shutdown(self) -> None:
         """Wait for started copies and accept no more; idempotent."""
 
 
-class RowHandler(OffloadingHandler, JoiningHandler, LayerwiseHandler):
+class RowHandler(OffloadingHandler, JoiningHandler):
     """One direction between device blocks and rows: plans a transfer at once and submits its copy to a queue.
-
-    It copies ref by ref if it has a function for that and the cache has one group.
 
     Args:
         transfer_type: GPU_TO_CPU or CPU_TO_GPU.
@@ -96,16 +88,15 @@ class RowHandler(OffloadingHandler, JoiningHandler, LayerwiseHandler):
         self._num_slots = num_slots
         self._queue = queue
         self._copy: Copy | None = None
-        self._copy_refs: CopyRefs | None = None
         self._unreported: set[TransferJobId] = set()
 
-    def attach(self, copy: Copy, copy_refs: CopyRefs | None = None) -> None:
-        """Use ``copy`` for each transfer from now on, and ``copy_refs`` to copy only some refs."""
-        self._copy, self._copy_refs = copy, copy_refs
+    def attach(self, copy: Copy) -> None:
+        """Use ``copy`` for each transfer from now on."""
+        self._copy = copy
 
     def detach(self) -> None:
         """Decline transfers until ``attach``; blocks until the started ones have ended."""
-        self._copy = self._copy_refs = None
+        self._copy = None
         self._queue.wait(self._unreported)
 
     def transfer_async(self, job_id: TransferJobId, spec: TransferSpec) -> bool:
@@ -114,8 +105,15 @@ class RowHandler(OffloadingHandler, JoiningHandler, LayerwiseHandler):
                 "job %d, %s to %s, is declined: no KV cache is registered", job_id, *self._transfer_type
             )
             return False
-        moves = self._plan(job_id, spec)
-        return moves is not None and self._submit(job_id, moves, [partial(self._copy, moves)])
+        try:
+            moves = plan_moves(self._layout, *self._ends(spec), self._num_slots)
+        except KVCacheLayoutError as error:
+            logger.error("job %d, %s to %s, is declined: %s", job_id, *self._transfer_type, error)  # noqa: TRY400  # the message is enough
+            return False
+        is_begun = self._queue.submit(job_id, count_bytes(self._layout, moves), partial(self._copy, moves))
+        if is_begun:
+            self._unreported.add(job_id)
+        return is_begun
 
     def transfer_joined(self, jobs: Mapping[TransferJobId, TransferSpec]) -> set[TransferJobId]:
         started: set[TransferJobId] = set()
@@ -125,25 +123,6 @@ class RowHandler(OffloadingHandler, JoiningHandler, LayerwiseHandler):
             else:
                 started.update(job_id for job_id in batch if self.transfer_async(job_id, jobs[job_id]))
         return started
-
-    def num_refs(self) -> int:
-        if self._copy_refs is None or len(self._layout.groups) != 1:
-            return 0
-        return len(self._layout.groups[0].places)
-
-    def transfer_by_ref(self, job_id: TransferJobId, spec: TransferSpec) -> bool:
-        num_refs = self.num_refs()
-        if self._copy_refs is None or num_refs == 0:
-            logger.error("job %d is declined: it cannot be copied layer by layer", job_id)
-            return False
-        moves = self._plan(job_id, spec)
-        if moves is None:
-            return False
-        parts = [partial(self._copy_refs, moves, slice(idx, idx + 1)) for idx in range(num_refs)]
-        return self._submit(job_id, moves, parts)
-
-    def wait_for_ref(self, job_ids: set[TransferJobId], ref_idx: int) -> bool:
-        return self._queue.wait_for_part(job_ids, ref_idx)
 
     def get_finished(self) -> list[TransferResult]:
         finished = self._queue.drain_finished()
@@ -155,13 +134,6 @@ class RowHandler(OffloadingHandler, JoiningHandler, LayerwiseHandler):
 
     def shutdown(self) -> None:
         self._queue.shutdown()
-
-    def _plan(self, job_id: TransferJobId, spec: TransferSpec) -> list[GroupMoves] | None:
-        try:
-            return plan_moves(self._layout, *self._ends(spec), self._num_slots)
-        except KVCacheLayoutError as error:
-            logger.error("job %d, %s to %s, is declined: %s", job_id, *self._transfer_type, error)  # noqa: TRY400  # the message is enough
-            return None
 
     def _count_whole(self, spec: TransferSpec) -> int | None:
         """Return the bytes of a transfer that can be joined; None when it cannot. Pure."""
@@ -197,14 +169,6 @@ class RowHandler(OffloadingHandler, JoiningHandler, LayerwiseHandler):
         is_begun = self._queue.submit_joined(sizes, partial(copy, moves), copy_alone)
         if is_begun:
             self._unreported.update(sizes)
-        return is_begun
-
-    def _submit(
-        self, job_id: TransferJobId, moves: Sequence[GroupMoves], parts: Sequence[Callable[[], None]]
-    ) -> bool:
-        is_begun = self._queue.submit(job_id, count_bytes(self._layout, moves), *parts)
-        if is_begun:
-            self._unreported.add(job_id)
         return is_begun
 
     def _ends(self, spec: TransferSpec) -> tuple[GPULoadStoreSpec, CPULoadStoreSpec]:

@@ -305,9 +305,7 @@ def split_moves(moves: GroupMoves, block_size_factor: int, max_slots: int) -> It
         yield GroupMoves(moves.group_idx, blocks, slots, moves.first_sub_block if first_slot == 0 else 0)
 
 
-def plan_slot_ranges(
-    layout: RowLayout, moves: GroupMoves, *, has_tail: bool, places: slice = slice(None)
-) -> Iterator[SlotRange]:
+def plan_slot_ranges(layout: RowLayout, moves: GroupMoves, *, has_tail: bool) -> Iterator[SlotRange]:
     """Yield the bytes that ``moves`` cover in each slot. Pure.
 
     A slot that is covered from its first sub-block to its last is one range, with its tail if ``has_tail``.
@@ -316,22 +314,17 @@ def plan_slot_ranges(
         layout: the bytes within a row.
         moves: what to move.
         has_tail: whether to include tails.
-        places: adjacent refs; a tail goes with the group's last one.
     """
     factor, group = layout.block_size_factor, layout.groups[moves.group_idx]
-    chosen = group.places[places]
-    if not chosen:
-        return
-    has_tail = has_tail and chosen[-1] == group.places[-1] and group.used_bytes < layout.part_bytes
-    begin, used_end = chosen[0].offset_bytes, chosen[-1].offset_bytes + factor * chosen[-1].page_size_bytes
+    has_tail = has_tail and group.used_bytes < layout.part_bytes
     last = moves.first_sub_block + len(moves.device_blocks)
     for index, slot in enumerate(moves.slots.tolist()):
         first = moves.first_sub_block if index == 0 else 0
         end = min(factor, last - index * factor)
         if end - first == factor:
-            yield SlotRange(index, slot, begin, layout.part_bytes if has_tail else used_end)
+            yield SlotRange(index, slot, 0, layout.part_bytes if has_tail else group.used_bytes)
             continue
-        for _, size_bytes, offset in chosen:
+        for _, size_bytes, offset in group.places:
             yield SlotRange(index, slot, offset + first * size_bytes, offset + end * size_bytes)
         if has_tail:
             yield SlotRange(index, slot, group.used_bytes, layout.part_bytes)

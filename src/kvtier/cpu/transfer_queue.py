@@ -1,8 +1,8 @@
 """Transfer queues, which run the copies of one direction in order: on a device queue, or on a thread.
 
-``DeviceTransferQueue`` launches copies on a device queue, which returns a handle for each part of a copy, and checks
-later whether they have ended. Because the device runs them in order, it checks a copy only when the earlier ones have
-ended; a copy ends with its last part. ``CopyThread`` runs copies of CPU tensors itself.
+``DeviceTransferQueue`` launches copies on a device queue, which returns a handle for each, and checks later whether
+they have ended. Because the device runs them in order, it checks a copy only when the earlier ones have ended.
+``CopyThread`` runs copies of CPU tensors itself.
 """
 
 import logging
@@ -48,12 +48,7 @@ class _Launched:
     """One launched copy: the bytes of its job, or of each of several that were joined."""
 
     sizes: Mapping[TransferJobId, int]
-    handles: tuple[CopyHandle, ...]
-
-    @property
-    def last(self) -> CopyHandle:
-        """The handle with which the copy ends."""
-        return self.handles[-1]
+    handle: CopyHandle
 
     def has_any(self, job_ids: AbstractSet[TransferJobId]) -> bool:
         """Return whether one of ``job_ids`` is copied here."""
@@ -77,13 +72,13 @@ class DeviceTransferQueue:
         self._finished: list[TransferResult] = []
         self._is_accepting = True
 
-    def submit(self, job_id: TransferJobId, num_bytes: int, *parts: Callable[[], None]) -> bool:
-        """Launch a copy, part after part.
+    def submit(self, job_id: TransferJobId, num_bytes: int, copy: Callable[[], None]) -> bool:
+        """Launch a copy.
 
         Returns:
             False when the queue has shut down, the id is in use, or the launch failed.
         """
-        return self._launch({job_id: num_bytes}, *parts)
+        return self._launch({job_id: num_bytes}, copy)
 
     def submit_joined(
         self,
@@ -113,7 +108,7 @@ class DeviceTransferQueue:
     def wait(self, job_ids: set[TransferJobId]) -> None:
         """Block until each of ``job_ids`` has succeeded or failed; unknown ids are ignored."""
         last = max((at for at, copy in enumerate(self._open) if copy.has_any(job_ids)), default=-1)
-        waited_for = {id(copy.last) for copy in list(self._open)[: last + 1]}
+        waited_for = {id(copy.handle) for copy in list(self._open)[: last + 1]}
 
         def is_waited_for(handle: CopyHandle) -> bool:
             if id(handle) not in waited_for:
@@ -123,47 +118,29 @@ class DeviceTransferQueue:
 
         self._settle(is_waited_for)
 
-    def wait_for_part(self, job_ids: set[TransferJobId], part: int) -> bool:
-        """Order compute launched from now on after the parts up to ``part`` of each job; does not block.
-
-        Returns:
-            False when an unreported one is known to have failed; a later failure is reported with the job. Unknown ids
-            are ignored.
-        """
-        try:
-            for copy in self._open:
-                if copy.has_any(job_ids):
-                    copy.handles[min(part, len(copy.handles) - 1)].publish()
-        except Exception:  # thread top: when the device fails, all its jobs do
-            logger.exception("%s to %s: the device failed", *self._transfer_type)
-            self._fail_all()
-        return all(result.success for result in self._finished if result.job_id in job_ids)
-
     def shutdown(self) -> None:
         """Block until every launched copy has ended, and accept no more; idempotent."""
         self._is_accepting = False
         self.wait({job_id for copy in self._open for job_id in copy.sizes})
 
-    def _launch(self, sizes: Mapping[TransferJobId, int], *parts: Callable[[], None]) -> bool:
-        if not self._is_accepting or any(copy.has_any(sizes.keys()) for copy in self._open):
+    def _launch(self, sizes: Mapping[TransferJobId, int], copy: Callable[[], None]) -> bool:
+        if not self._is_accepting or any(launched.has_any(sizes.keys()) for launched in self._open):
             return False
-        handles: list[CopyHandle] = []
         try:
-            handles.extend(self._queue.launch(part) for part in parts)
+            handle = self._queue.launch(copy)
         except Exception:  # thread top: the device's runtime raises any type; the engine continues
             logger.exception("jobs %s: launching %s to %s failed", list(sizes), *self._transfer_type)
-            self._wait_for_launched(handles)
             return False
-        self._open.append(_Launched(sizes, tuple(handles)))
+        self._open.append(_Launched(sizes, handle))
         return True
 
     def _settle(self, has_ended: Callable[[CopyHandle], bool]) -> None:
         """Move ended copies from open to finished, oldest first, up to the first that has not ended."""
         try:
-            while self._open and has_ended(self._open[0].last):
-                self._open[0].last.publish()
-                elapsed_s = sum(handle.elapsed_s() for handle in self._open[0].handles)
-                self._report(success=True, transfer_time=elapsed_s)
+            while self._open and has_ended(self._open[0].handle):
+                handle = self._open[0].handle
+                handle.publish()
+                self._report(success=True, transfer_time=handle.elapsed_s())
         except Exception:  # thread top: when the device fails, all its jobs do
             logger.exception("%s to %s: the device failed", *self._transfer_type)
             self._fail_all()
@@ -176,15 +153,6 @@ class DeviceTransferQueue:
         while self._open:
             self._report(success=False)
 
-    def _wait_for_launched(self, handles: list[CopyHandle]) -> None:
-        """Wait for the parts that were launched before a failed one: a declined copy must not write any more."""
-        try:
-            for handle in handles[-1:]:
-                handle.block()
-        except Exception:  # thread top: a failed device writes nothing any more
-            logger.exception("%s to %s: the device failed", *self._transfer_type)
-            self._fail_all()
-
     def _report(self, *, success: bool, transfer_time: float | None = None) -> None:
         sizes = self._open.popleft().sizes
         self._finished += _make_results(sizes, success, transfer_time, self._transfer_type)
@@ -194,15 +162,14 @@ class DeviceTransferQueue:
 class _Job:
     job_id: TransferJobId
     num_bytes: int
-    parts: tuple[Callable[[], None], ...]
-    num_copied: int = 0
+    copy: Callable[[], None]
 
 
 class CopyThread:
     """The copies of one direction, run by a thread.
 
-    Mutable are the queue, the open jobs and their progress, the results and whether jobs are accepted. One condition
-    guards all of them; it is never held while bytes are copied.
+    Mutable are the queue, the open jobs, the results and whether jobs are accepted. One condition guards them; it is
+    never held while bytes are copied.
 
     Thread: any thread may call every public method.
 
@@ -225,8 +192,8 @@ class CopyThread:
         )
         self._thread.start()
 
-    def submit(self, job_id: TransferJobId, num_bytes: int, *parts: Callable[[], None]) -> bool:
-        """Queue a copy whose parts run one after the other.
+    def submit(self, job_id: TransferJobId, num_bytes: int, copy: Callable[[], None]) -> bool:
+        """Queue a copy.
 
         Returns:
             False when the thread has ended or the id belongs to a job that is not reported yet.
@@ -234,7 +201,7 @@ class CopyThread:
         with self._changed:
             if not self._is_accepting or job_id in self._open:
                 return False
-            job = self._open[job_id] = _Job(job_id, num_bytes, parts)
+            job = self._open[job_id] = _Job(job_id, num_bytes, copy)
             self._queue.append(partial(self._carry_out, job))
             self._changed.notify_all()
             return True
@@ -258,9 +225,7 @@ class CopyThread:
         with self._changed:
             if not self._is_accepting or not sizes.keys().isdisjoint(self._open):
                 return False
-            jobs = {
-                job_id: _Job(job_id, size, (partial(copy_alone, job_id),)) for job_id, size in sizes.items()
-            }
+            jobs = {job_id: _Job(job_id, size, partial(copy_alone, job_id)) for job_id, size in sizes.items()}
             self._open.update(jobs)
             self._queue.append(partial(self._carry_out_joined, list(jobs.values()), copy))
             self._changed.notify_all()
@@ -276,18 +241,6 @@ class CopyThread:
         """Block until each of ``job_ids`` has succeeded or failed; unknown ids are ignored."""
         with self._changed:
             self._changed.wait_for(lambda: self._open.keys().isdisjoint(job_ids))
-
-    def wait_for_part(self, job_ids: set[TransferJobId], part: int) -> bool:
-        """Block until each of ``job_ids`` has copied its parts up to ``part`` or has ended; unknown ids are ignored.
-
-        Returns:
-            False when one that is not reported yet has failed.
-        """
-        with self._changed:
-            self._changed.wait_for(
-                lambda: all(job.num_copied > part for job in self._open.values() if job.job_id in job_ids)
-            )
-            return all(result.success for result in self._finished if result.job_id in job_ids)
 
     def shutdown(self) -> None:
         """Finish the started copy, fail the queued ones and end the thread; idempotent."""
@@ -314,9 +267,7 @@ class CopyThread:
     def _carry_out(self, job: _Job) -> None:
         start_s = self._clock()
         try:
-            for part in job.parts:
-                part()
-                self._on_copied(job)
+            job.copy()
         except Exception:  # thread top
             logger.exception("job %d: copying %s to %s failed", job.job_id, *self._transfer_type)
             self._report([job], success=False)
@@ -337,11 +288,6 @@ class CopyThread:
                 self._carry_out(job)
         else:
             self._report(jobs, success=True, transfer_time=self._clock() - start_s)
-
-    def _on_copied(self, job: _Job) -> None:
-        with self._changed:
-            job.num_copied += 1
-            self._changed.notify_all()
 
     def _report(self, jobs: Sequence[_Job], *, success: bool, transfer_time: float | None = None) -> None:
         sizes = {job.job_id: job.num_bytes for job in jobs}

@@ -117,12 +117,6 @@ CONNECTOR = (
         "Loads whose blocks were gone when the load was to pin them.",
         "jobs",
     ),
-    counter(
-        "kvtier_layerwise_load_jobs",
-        "connector.layerwise_load_jobs",
-        "Loads that their request computed with while they ran.",
-        "jobs",
-    ),
     counter("kvtier_store_jobs", "connector.store_jobs", "Stores from the device that were begun.", "jobs"),
     counter(
         "kvtier_failed_store_jobs",

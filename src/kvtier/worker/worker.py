@@ -11,7 +11,6 @@ from collections.abc import Mapping
 
 from kvtier.base import (
     JoiningHandler,
-    LayerwiseHandler,
     LoadStoreSpec,
     OffloadingHandler,
     TransferJobId,
@@ -23,7 +22,6 @@ from kvtier.errors import DuplicateNameError
 
 __all__ = [
     "JoiningHandler",
-    "LayerwiseHandler",
     "OffloadingHandler",
     "OffloadingWorker",
     "TransferJobId",
@@ -60,8 +58,9 @@ class OffloadingWorker:
         Returns:
             False when no handler took it, and then the job is never reported by get_finished.
         """
-        handler = self._find(job_id, spec)
+        handler = self._handlers.get(_media(spec))
         if handler is None:
+            logger.error("job %d: no handler copies %s to %s", job_id, *_media(spec))
             return False
         try:
             return handler.transfer_async(job_id, TransferSpec(*spec))
@@ -94,40 +93,6 @@ class OffloadingWorker:
                 )
         return started
 
-    def num_refs(self, transfer_type: TransferType) -> int:
-        """Return how many refs transfers between these media copy one after the other; 0 when they do not."""
-        handler = self._handlers.get(transfer_type)
-        return handler.num_refs() if isinstance(handler, LayerwiseHandler) else 0
-
-    def transfer_by_ref(self, job_id: TransferJobId, spec: TransferSpec) -> bool:
-        """Start a transfer that copies ref after ref; False as ``transfer_async``."""
-        handler = self._find(job_id, spec)
-        if not isinstance(handler, LayerwiseHandler):
-            return False
-        try:
-            return handler.transfer_by_ref(job_id, TransferSpec(*spec))
-        except Exception:  # a foreign handler may raise anything; its job fails, the engine goes on
-            logger.exception("job %d: the handler for %s to %s failed to start it", job_id, *_media(spec))
-            return False
-
-    def wait_for_ref(self, job_ids: set[TransferJobId], ref_idx: int) -> bool:
-        """Hold compute back until the refs up to ``ref_idx`` have their bytes.
-
-        Returns:
-            False when a job is known to have failed; the others may then not have been waited for.
-
-        Thread: blocks as the handlers do.
-        """
-        try:
-            return all(
-                handler.wait_for_ref(job_ids, ref_idx)
-                for handler in self._handlers.values()
-                if isinstance(handler, LayerwiseHandler)
-            )
-        except Exception:  # a foreign handler may raise anything; its job fails, the engine goes on
-            logger.exception("a handler failed to wait for ref %d of jobs %s", ref_idx, sorted(job_ids))
-            return False
-
     def get_finished(self) -> list[TransferResult]:
         """Return what every handler has finished since the last call."""
         return [result for handler in self._handlers.values() for result in handler.get_finished()]
@@ -141,12 +106,6 @@ class OffloadingWorker:
         """End every handler; idempotent."""
         for handler in self._handlers.values():
             handler.shutdown()
-
-    def _find(self, job_id: TransferJobId, spec: TransferSpec) -> OffloadingHandler | None:
-        handler = self._handlers.get(_media(spec))
-        if handler is None:
-            logger.error("job %d: no handler copies %s to %s", job_id, *_media(spec))
-        return handler
 
 
 def _media(spec: TransferSpec) -> TransferType:

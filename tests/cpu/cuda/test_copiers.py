@@ -55,12 +55,6 @@ class Scene:
         pages = [cache.tensor for cache in self.caches.tensors]
         self.copier: DeviceCopier = build(layout, pages, self.rows, 2)
         self.moves: list[GroupMoves] = plan_moves(layout, *case.specs(), case.num_slots)
-        self.num_places = max(len(group.places) for group in layout.groups)
-
-    def for_each_ref(self, copy: Callable[[list[GroupMoves], slice], None]) -> None:
-        """Copy the refs of each group one after another; some groups have fewer than others."""
-        for place in range(self.num_places):
-            copy(self.moves, slice(place, place + 1))
 
     def check_store(self, store: Callable[[], None]) -> None:
         expected = expect_rows(self.case, self.caches, self.rows.numpy())
@@ -95,43 +89,6 @@ def test_a_transfer_moves_its_bytes_and_no_others(name: str) -> None:
         scene.check_load(lambda: scene.copier.load(scene.moves))
 
     check()
-
-
-@pytest.mark.hypothesis  # of the test inside, which the plugin does not see
-@pytest.mark.parametrize("name", BUILDS)
-def test_transfers_of_one_ref_each_move_together_what_the_whole_one_does(name: str) -> None:
-    build = BUILDS[name]()
-
-    @given(case=copy_cases())
-    @settings(
-        max_examples=num_examples(NUM_EXAMPLES.get(name, 30)),
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    def check(case: CopyCase) -> None:
-        scene = Scene(case, build)
-        scene.check_store(lambda: scene.for_each_ref(scene.copier.store))
-        scene.check_load(lambda: scene.for_each_ref(scene.copier.load))
-
-    check()
-
-
-@pytest.mark.parametrize("name", BUILDS)
-def test_a_transfer_of_one_ref_leaves_the_others_alone(name: str) -> None:
-    scene = Scene(TWO_REFS, BUILDS[name]())
-    scene.caches.tensors[0].tensor.fill_(1)
-    scene.caches.tensors[1].tensor.fill_(2)
-
-    scene.copier.store(scene.moves, slice(0, 1))
-    first = scene.rows.clone()
-    scene.copier.store(scene.moves, slice(1, 2))
-    scene.rows.fill_(9)
-    scene.copier.load(scene.moves, slice(1, 2))
-
-    assert first[1].tolist() == 16 * [1] + 24 * [7]
-    assert bool((first[0] == 7).all())
-    assert bool((scene.caches.tensors[0].tensor == 1).all())
-    assert bool((scene.caches.tensors[1].tensor[2] == 9).all())
 
 
 @pytest.mark.parametrize("name", BUILDS)

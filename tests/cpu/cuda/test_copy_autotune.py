@@ -17,7 +17,7 @@ from kvtier.cpu.cuda.copy_autotune import (
     plan_timing,
     plan_trial,
 )
-from kvtier.cpu.cuda.descriptors import EVERY_PLACE, Geometry, plan_spans
+from kvtier.cpu.cuda.descriptors import Geometry, plan_spans
 from kvtier.cpu.cuda.pinned_region import plan_slots_per_chunk
 from kvtier.cpu.cuda.start import TRIAL_CHUNKS
 
@@ -73,7 +73,6 @@ def test_a_proof_reaches_over_the_end_of_a_registration() -> None:
                 geometry._replace(slots_per_chunk=slots),
                 [plan_proof(plan, 0)],
                 is_store=True,
-                places=EVERY_PLACE,
             ).sizes
         )
         for slots in (None, chunk)

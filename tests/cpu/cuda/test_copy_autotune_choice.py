@@ -197,11 +197,11 @@ def test_copiers_of_the_trial_are_released() -> None:
         def __init__(self, copier: DeviceCopier) -> None:
             self._copier = copier
 
-        def store(self, moves: Sequence[GroupMoves], places: slice | None = None) -> None:
-            self._copier.store(moves, places)
+        def store(self, moves: Sequence[GroupMoves]) -> None:
+            self._copier.store(moves)
 
-        def load(self, moves: Sequence[GroupMoves], places: slice | None = None) -> None:
-            self._copier.load(moves, places)
+        def load(self, moves: Sequence[GroupMoves]) -> None:
+            self._copier.load(moves)
 
         def release(self) -> None:
             released.append("runs")

@@ -73,27 +73,21 @@ def test_blocks_that_go_backwards_are_not_joined() -> None:
     assert listed(spans) == [(0, 40, 8, 8), (0, 32, 0, 8)]
 
 
-def test_a_tail_comes_from_the_zeros_cut_to_their_length_and_with_the_last_ref_only() -> None:
+def test_a_tail_comes_from_the_zeros_cut_to_their_length() -> None:
     layout = layout_of([4, 4], [20])
     geometry = geometry_of(layout, zeros_bytes=8)
     moves = [moves_of([2], [1])]
 
     whole = plan_spans(layout, geometry, moves, is_store=True)
-    first = plan_spans(layout, geometry, moves, is_store=True, places=slice(0, 1))
-    last = plan_spans(layout, geometry, moves, is_store=True, places=slice(1, 2))
 
     tail = [(3, 0, 28, 8), (3, 0, 36, 4)]
     assert listed(whole) == [(0, 8, 20, 4), (1, 8, 24, 4), *tail]
-    assert listed(first) == [(0, 8, 20, 4)]
-    assert listed(last) == [(1, 8, 24, 4), *tail]
 
 
 def test_nothing_to_move_is_no_span() -> None:
     layout = layout_of([8])
-    moves = [moves_of([1], [1])]
 
     assert listed(plan_spans(layout, geometry_of(layout), [], is_store=True)) == []
-    assert listed(plan_spans(layout, geometry_of(layout), moves, is_store=True, places=slice(1, 2))) == []
 
 
 def test_cut_spans_cover_the_same_bytes_in_order() -> None:

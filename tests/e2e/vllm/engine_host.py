@@ -394,12 +394,6 @@ class EngineHost:
         engine.abort_request(["aborted"])
         self.settle()
 
-    def lose_layer_hook(self) -> None:
-        """Let vLLM compute without waiting for layers, as a recorded graph of the whole model would."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        get_kv_transfer_group().wait_for_layer_load = lambda layer_name: None
-
     def num_known_requests(self) -> int:
         """Return how many requests the scheduler still knows."""
         return len(self._core.scheduler.requests)

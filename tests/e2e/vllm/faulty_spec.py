@@ -15,7 +15,6 @@ from kvtier.base import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
     HandlerEntry,
-    LayerwiseHandler,
     OffloadingHandler,
     TransferJobId,
     TransferResult,
@@ -84,8 +83,8 @@ def add_faults(
         yield entry._replace(handler=FaultyHandler(entry.handler, kv_caches, every, faults.spoil))
 
 
-class FaultyHandler(OffloadingHandler, LayerwiseHandler):
-    """One direction of which every so-manieth job fails; one by layer spoils its block before it is computed with."""
+class FaultyHandler(OffloadingHandler):
+    """One direction of which every so-manieth job fails."""
 
     def __init__(
         self, inner: OffloadingHandler, kv_caches: CanonicalKVCaches, fail_every: int, spoil: Spoil
@@ -103,26 +102,6 @@ class FaultyHandler(OffloadingHandler, LayerwiseHandler):
         if self._fail_every and self._num_jobs % self._fail_every == 0:
             self._doomed[job_id] = spec
         return self._inner.transfer_async(job_id, spec)
-
-    def num_refs(self) -> int:
-        """Pass on."""
-        return self._inner.num_refs() if isinstance(self._inner, LayerwiseHandler) else 0
-
-    def transfer_by_ref(self, job_id: TransferJobId, spec: TransferSpec) -> bool:
-        """Start a transfer layer by layer, and remember it if it is to fail."""
-        assert isinstance(self._inner, LayerwiseHandler)
-        self._num_jobs += 1
-        if self._fail_every and self._num_jobs % self._fail_every == 0:
-            self._doomed[job_id] = spec
-        return self._inner.transfer_by_ref(job_id, spec)
-
-    def wait_for_ref(self, job_ids: set[TransferJobId], ref_idx: int) -> bool:
-        """Pass on; what a doomed job has brought is spoiled before anybody reads it, and nobody is told so yet."""
-        assert isinstance(self._inner, LayerwiseHandler)
-        for job_id in job_ids & self._doomed.keys():
-            self._inner.wait_for_ref({job_id}, self.num_refs() - 1)
-            self._spoil_block(self._doomed[job_id])
-        return self._inner.wait_for_ref(job_ids, ref_idx)
 
     def get_finished(self) -> list[TransferResult]:
         """Return ended jobs; the doomed ones spoil a block first."""

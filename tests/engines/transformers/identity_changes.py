@@ -233,11 +233,6 @@ def _settings() -> list[Change]:
         Change("settings", "salt of the hashes", pair({}, {"salt": "x"})),
         Change("settings", "tenant", pair({"tenant_salt": "a"}, {"tenant_salt": "b"}, engine=False)),
         Change("settings", "tenant, none before", pair({}, {"tenant_salt": "b"}, engine=False)),
-        Change(
-            "settings",
-            "rows layer by layer",
-            pair(two_blocks, two_blocks | {"layerwise_load": True}, engine=False),
-        ),
         Change("settings", "after a reset", lambda: (Side(make_llama()), Side(make_llama(), is_reset=True))),
         Change(
             "settings",

@@ -15,7 +15,7 @@ from kvtier.config import OffloadingConfig
 from kvtier.engines.transformers import GenerationResult, KVTierEngine
 from kvtier.engines.transformers.model_adapter import find_cache_name
 from kvtier.engines.transformers.paged_cache import PagedKVCache
-from kvtier.errors import ConfigError, ModelError
+from kvtier.errors import ModelError
 
 INTERVAL = 16
 """Two blocks of eight tokens."""
@@ -420,8 +420,3 @@ def test_a_model_that_cannot_go_on_from_its_states_is_refused(start: MakeEngine)
     torch.nn.Module.register_forward_pre_hook(model, forget_the_first_state, with_kwargs=True)
     with pytest.raises(ModelError, match="cannot go on from its recurrent states"):
         start(model)
-
-
-def test_loading_by_layer_is_refused_with_a_remedy(start: MakeEngine) -> None:
-    with pytest.raises(ConfigError, match="leave it out"):
-        start(MAKERS["mamba2"](), extra_config=HOST | {"layerwise_load": True})

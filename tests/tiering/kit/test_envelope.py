@@ -9,6 +9,7 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.tiering.forged_blocks import with_codec
 
 from kvtier.base import OffloadKey
 from kvtier.tiering.base import TierFailure
@@ -26,10 +27,10 @@ def header_of(payload: bytes = PAYLOAD) -> bytes:
 
 
 def test_the_128_bytes_are_where_the_format_says() -> None:
-    header = make_header(KEY, NAMESPACE, PAYLOAD, codec=5, raw_bytes=4096, generation=9)
+    header = make_header(KEY, NAMESPACE, PAYLOAD, raw_bytes=4096, generation=9)
     assert len(header) == envelope.ENVELOPE_BYTES == 128
     assert header[:4] == b"KVTB"
-    assert struct.unpack_from("<HH", header, 4) == (envelope.VERSION, 5)
+    assert struct.unpack_from("<HH", header, 4) == (envelope.VERSION, envelope.RAW_CODEC)
     assert header[8:24] == NAMESPACE[:16]
     assert struct.unpack_from("<H", header, 24) == (36,)
     assert header[26:66] == KEY + bytes(4)
@@ -42,10 +43,10 @@ def test_the_128_bytes_are_where_the_format_says() -> None:
 
 
 def test_what_was_packed_is_unpacked() -> None:
-    header = make_header(KEY, NAMESPACE, PAYLOAD, codec=3, raw_bytes=99, generation=2)
+    header = make_header(KEY, NAMESPACE, PAYLOAD, raw_bytes=99, generation=2)
     checksum = xxhash.xxh3_128_digest(PAYLOAD)
     assert unpack(header) == Envelope(
-        NAMESPACE[:16], KEY, 3, len(PAYLOAD), 99, checksum, key_id=0, nonce=bytes(12), generation=2
+        NAMESPACE[:16], KEY, 0, len(PAYLOAD), 99, checksum, key_id=0, nonce=bytes(12), generation=2
     )
 
 
@@ -88,7 +89,7 @@ def test_another_namespace_key_or_codec_is_told_apart() -> None:
     assert check_block(header_of(), PAYLOAD, KEY, other) is HeaderCheck.OTHER_NAMESPACE
     assert check_block(header_of(), PAYLOAD, OffloadKey(KEY[:-1] + b"x"), NAMESPACE) is HeaderCheck.OTHER_KEY
     assert check_block(header_of(), PAYLOAD, OffloadKey(KEY[:-1]), NAMESPACE) is HeaderCheck.OTHER_KEY
-    assert check_block(header_of(), PAYLOAD, KEY, NAMESPACE, codec=1) is HeaderCheck.OTHER_CODEC
+    assert check_block(with_codec(header_of(), 1), PAYLOAD, KEY, NAMESPACE) is HeaderCheck.OTHER_CODEC
 
 
 def test_an_encrypted_block_is_left_to_engines_that_have_its_key() -> None:

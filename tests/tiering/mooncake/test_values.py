@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from tests.tiering.forged_blocks import with_codec
 from tests.tiering.mooncake.conftest import StartTier, salted
 from tests.tiering.mooncake.live import LiveStore, Vandal
 
@@ -22,10 +23,10 @@ def namespace(salt: str) -> Namespace:
     return make_namespace(salted(make_config("model-a"), salt), ROW_BYTES)
 
 
-def value_of(namespace: Namespace, number: int, *, codec: int = 0) -> bytes:
-    """Return what the store should keep of a block, encoded otherwise perhaps."""
+def value_of(namespace: Namespace, number: int) -> bytes:
+    """Return what the store should keep of a block."""
     payload = content_of(number).tobytes()
-    return make_header(key_of(number), namespace.digest, payload, codec=codec) + payload
+    return make_header(key_of(number), namespace.digest, payload) + payload
 
 
 def flipped(value: bytes, position: int) -> bytes:
@@ -91,7 +92,7 @@ def test_a_foreign_value_is_a_miss_and_left_alone(
 ) -> None:
     driver = start_tier(shared_store)
     owner = namespace if digest is None else replace(namespace, digest=digest)
-    value = value_of(owner, 1, codec=codec)
+    value = with_codec(value_of(owner, 1), codec)
     vandal.put(name_of(1), value)
     assert_is_missed(driver, "foreign")
     assert driver.tier.stats()["deferred_deletes"] == 0

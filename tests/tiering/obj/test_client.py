@@ -62,7 +62,6 @@ def client_of(port: int, clock: ManualClock) -> Client:
         {
             "url": f"http://127.0.0.1:{port}/blocks",
             "prefix": "",
-            "blocks_per_object": 1,
             "timeout_s": 30.0,
             "num_threads": 1,
             "allow_http": True,

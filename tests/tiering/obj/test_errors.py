@@ -21,7 +21,6 @@ def settings(url: str) -> ObjSettings:
         {
             "url": url,
             "prefix": "",
-            "blocks_per_object": 1,
             "timeout_s": 1.0,
             "num_threads": 1,
             "allow_http": False,

@@ -13,7 +13,7 @@ from kvtier.tiering.kit.backend import Counters
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
 from kvtier.tiering.obj.client import Client, Listed
 from kvtier.tiering.obj.evictor import Evictor, PrefixListing, plan_victims
-from kvtier.tiering.obj.layout import block_path, group_path, is_own, namespace_path
+from kvtier.tiering.obj.layout import block_path, is_own, namespace_path
 from kvtier.tiering.obj.settings import ObjSettings
 
 BLOCK_BYTES = ENVELOPE_BYTES + ROW_BYTES
@@ -73,7 +73,6 @@ def test_the_names_that_we_give_are_ours_whatever_the_root() -> None:
     for root in ("", "a/b"):
         path = namespace_path(root, NAMESPACE)
         assert is_own(root, block_path(path, b"\xab\xcd\x00\x00\x00\x00"))
-        assert is_own(root, group_path(path, bytes(16)))
 
 
 def test_a_listing_counts_and_passes_on_what_is_ours() -> None:
@@ -93,16 +92,6 @@ def test_the_oldest_go_and_the_youngest_stay(start_tier: StartTier, bucket: Buck
     assert reader.load(list(range(200 - NUM_ROWS, 200))).success
     assert not reader.load([0]).success
     assert driver.tier.stats()["evicted"] >= 136
-
-
-def test_groups_and_their_pointers_are_counted_and_go_too(start_tier: StartTier, bucket: Bucket) -> None:
-    driver = start_tier(capacity_bytes=CAPACITY_BYTES, blocks_per_object=4, num_threads=1)
-    for first in range(0, 160, 4):
-        numbers = list(range(first, first + 4))
-        driver.poll_until(lambda numbers=numbers: driver.store(numbers).success)  # type: ignore[misc]  # a default
-    assert driver.tier.shutdown(HANG_GUARD_S)
-    assert bucket.num_bytes(".kv") + bucket.num_bytes(".kvg") <= CAPACITY_BYTES
-    assert bucket.names(".kvg")
 
 
 def test_what_is_not_ours_survives_in_our_namespace_and_in_others(
@@ -145,7 +134,6 @@ def test_while_nothing_can_be_listed_stores_are_declined_at_an_eighth() -> None:
             "url": "s3://bucket",
             "prefix": "",
             "capacity_bytes": 8000 * 1000,
-            "blocks_per_object": 1,
             "timeout_s": 0.2,
             "num_threads": 1,
             "endpoint": "http://127.0.0.1:9",

@@ -125,11 +125,10 @@ def test_names_that_come_once_make_no_loop() -> None:
     assert not any(finder.is_repeated(str(number)) for number in range(5000))
 
 
-@pytest.mark.parametrize("blocks_per_object", [1, 4])
-def test_files_and_folders_are_their_owner_s_only(tmp_path: Path, blocks_per_object: int) -> None:
+def test_files_and_folders_are_their_owner_s_only(tmp_path: Path) -> None:
     root = tmp_path / "missing" / "parent" / "root"
     rows = make_rows()
-    tier = ObjTier(make_config(), rows, url=f"file://{root}", blocks_per_object=blocks_per_object)
+    tier = ObjTier(make_config(), rows, url=f"file://{root}")
     driver = TierDriver(tier, rows)
     try:
         assert driver.store([1, 2, 3]).success

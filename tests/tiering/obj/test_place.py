@@ -53,14 +53,6 @@ class TestS3(OfObjects):
         pytest.fail("no object has the block")
 
 
-class TestGrouped(TestS3):
-    """With several blocks in an object."""
-
-    @pytest.fixture(autouse=True)
-    def _group(self, _use_server: None) -> None:
-        self.options = {**self.options, "blocks_per_object": 4, "num_threads": 1}
-
-
 class TestDirectory(OfObjects):
     """In a directory."""
 
@@ -70,47 +62,6 @@ class TestDirectory(OfObjects):
 
     def damage(self, directory: Path, key: OffloadKey) -> None:
         assert flip_bit_in_files(directory, key)
-
-
-def test_a_damaged_block_in_a_shared_object_is_found_there(
-    server: S3Server, prefix: str, bucket: Bucket, start_tier: StartTier
-) -> None:
-    start_tier(blocks_per_object=4, num_threads=1).store([1, 2, 3])
-    place = open_obj_place(s3_options(server, prefix))
-    states = {block.address: place.check(block) for block in place.blocks()}
-    assert set(states.values()) == {BlockState.WHOLE}
-    (group,) = bucket.names(".kvg")
-    body = bucket.read(group)
-    bucket.write(group, body[:-1] + bytes([body[-1] ^ 1]))
-    found = {block.address: place.check(block) for block in place.blocks()}
-    assert found == states | {group: BlockState.DAMAGED}
-    bucket.write(group, body[:-1])
-    assert {block.address: place.check(block) for block in place.blocks()} == found
-
-
-def test_a_long_shared_object_is_read_by_pieces(
-    server: S3Server,
-    prefix: str,
-    bucket: Bucket,
-    start_tier: StartTier,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    start_tier(blocks_per_object=4, num_threads=1).store([1, 2, 3])
-    monkeypatch.setattr(obj_place, "MAX_WHOLE_BYTES", 500)
-    monkeypatch.setattr(block_pieces, "PIECE_BYTES", 300)
-    place = open_obj_place(s3_options(server, prefix))
-    (group,) = bucket.names(".kvg")
-    (block,) = (one for one in place.blocks() if one.address == group)
-    assert place.check(block) is BlockState.WHOLE
-    body = bucket.read(group)
-    for damaged in (
-        body[:-1] + bytes([body[-1] ^ 1]),
-        body[:-1],
-        body + b"more",
-        body[:600] + b"?" + body[601:],
-    ):
-        bucket.write(group, damaged)
-        assert place.check(block) is BlockState.DAMAGED
 
 
 @pytest.fixture

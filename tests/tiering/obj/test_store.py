@@ -11,7 +11,6 @@ from kvtier.tiering.kit import envelope
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
 
 BLOCK_BYTES = ENVELOPE_BYTES + ROW_BYTES
-GROUPED = {"blocks_per_object": 4, "num_threads": 1}
 
 
 def flipped(body: bytes, offset: int) -> bytes:
@@ -146,16 +145,6 @@ def test_a_truncated_object_is_not_taken_for_the_block_and_makes_room_for_it(
     assert driver.load([1]).success
 
 
-def test_a_truncated_pointer_makes_room_for_the_block(start_tier: StartTier, bucket: Bucket) -> None:
-    start_tier(**GROUPED).store([1, 2, 3])
-    name = bucket.name_of(2)
-    bucket.write(name, bucket.read(name)[:-1])
-    driver = start_tier(**GROUPED)
-    assert not driver.lookup(2)
-    assert driver.store([1, 2, 3]).success
-    assert driver.load([1, 2, 3]).success
-
-
 def test_a_slot_changed_after_its_store_does_not_change_the_block(start_tier: StartTier) -> None:
     for options in ({}, {"url": "memory://", "endpoint": None, "region": None}):
         driver = start_tier(**options)
@@ -174,106 +163,6 @@ def test_a_readable_description_stands_beside_the_data(start_tier: StartTier, bu
     driver.tier.reset(bytes(16))
     driver.store([1])
     assert len(bucket.names("namespace.json")) == 2
-
-
-def test_blocks_of_one_call_share_an_object_and_each_has_a_pointer(
-    start_tier: StartTier, bucket: Bucket
-) -> None:
-    driver = start_tier(**GROUPED)
-    driver.store(list(range(8)))
-    assert [len(bucket.read(name)) for name in bucket.names(".kvg")] == [4 * BLOCK_BYTES, 4 * BLOCK_BYTES]
-    assert len(bucket.names(".kv")) == 8
-    assert bucket.num_bytes(".kv") == 8 * 148
-
-
-def test_a_single_block_needs_no_pointer(start_tier: StartTier, bucket: Bucket) -> None:
-    driver = start_tier(**GROUPED)
-    driver.store([1])
-    assert bucket.names(".kvg") == []
-    assert start_tier().load([1]).success
-
-
-def test_an_engine_that_knows_one_key_finds_a_block_in_a_group(start_tier: StartTier) -> None:
-    start_tier(**GROUPED).store([1, 2, 3, 4])
-    for options in ({}, GROUPED):
-        other = start_tier(**options)
-        assert other.lookup(3)
-        assert other.load([3]).success
-        assert np.array_equal(other.rows[0], content_of(3))
-        assert start_tier(**options).load([4, 1]).success
-
-
-def test_held_blocks_are_not_written_again_in_a_group(start_tier: StartTier, bucket: Bucket) -> None:
-    start_tier().store([2])
-    start_tier(**GROUPED).store([1, 2, 3])
-    assert [len(bucket.read(name)) for name in bucket.names(".kvg")] == [2 * BLOCK_BYTES]
-    driver = start_tier()
-    assert driver.load([1, 2, 3]).success
-    assert np.array_equal(driver.rows[1], content_of(2))
-
-
-def test_a_damaged_block_in_a_group_loses_its_pointer_and_nothing_else(
-    start_tier: StartTier, bucket: Bucket
-) -> None:
-    driver = start_tier(**GROUPED)
-    driver.store([1, 2, 3])
-    (group,) = bucket.names(".kvg")
-    bucket.write(group, flipped(bucket.read(group), BLOCK_BYTES + 500))
-    assert failed_alone(driver, 2)
-    assert len(bucket.names(".kv")) == 2
-    assert bucket.names(".kvg") == [group]
-    assert driver.store([2]).success
-    assert driver.load([1, 2, 3]).success
-
-
-@pytest.mark.parametrize("offset", [0, 30, 130])
-def test_a_damaged_pointer_is_a_miss_and_removed(start_tier: StartTier, bucket: Bucket, offset: int) -> None:
-    start_tier(**GROUPED).store([1, 2, 3])
-    name = bucket.name_of(2)
-    bucket.write(name, flipped(bucket.read(name), offset))
-    driver = start_tier(**GROUPED)
-    assert not driver.lookup(2)
-    assert failed_alone(driver, 2)
-    assert driver.tier.stats()["damaged"] == 1
-    assert name not in bucket.names()
-
-
-@pytest.mark.parametrize("is_known", [True, False])
-def test_a_pointer_whose_group_is_gone_is_a_miss_and_removed(
-    start_tier: StartTier, bucket: Bucket, is_known: bool
-) -> None:
-    start_tier(**GROUPED).store([1, 2])
-    driver = start_tier(**GROUPED)
-    assert not is_known or driver.lookup(2)
-    (group,) = bucket.names(".kvg")
-    bucket.remove(group)
-    assert not driver.load([1, 2]).success
-    assert bucket.names(".kv") == []
-    assert driver.tier.stats()["absent"] == 2
-    namespace = driver.tier._namespace  # type: ignore[attr-defined]  # every pooled tier has one
-    assert namespace.location(key_of(2)) is None
-    assert driver.store([1, 2]).success
-    assert driver.load([1, 2]).success
-
-
-def test_a_group_cut_short_loses_its_last_blocks_only(start_tier: StartTier, bucket: Bucket) -> None:
-    start_tier(**GROUPED).store([1, 3, 2])
-    (group,) = bucket.names(".kvg")
-    bucket.write(group, bucket.read(group)[: 2 * BLOCK_BYTES])
-    driver = start_tier(num_threads=1)
-    assert failed_alone(driver, 2)
-
-
-def test_a_block_that_another_engine_wrote_anew_is_found_past_an_old_pointer(
-    start_tier: StartTier, bucket: Bucket
-) -> None:
-    driver = start_tier(**GROUPED)
-    driver.store([1, 2])
-    for name in bucket.names(".kv") + bucket.names(".kvg"):
-        bucket.remove(name)
-    start_tier(**GROUPED).store([2, 1])
-    assert driver.load([1, 2]).success
-    assert np.array_equal(driver.rows[1], content_of(2))
 
 
 def test_a_key_too_long_for_an_envelope_is_not_held(start_tier: StartTier) -> None:

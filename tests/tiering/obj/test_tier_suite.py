@@ -68,14 +68,6 @@ class OnServer(TierSuite):
         return False
 
 
-class TestGrouped(OnServer):
-    """With several blocks in an object."""
-
-    names_siblings = True
-
-    changes: dict[str, object] = {"blocks_per_object": 4, "num_threads": 1}  # noqa: RUF012
-
-
 class TestWithCapacity(OnServer):
     """With room for ten times what the tests write."""
 

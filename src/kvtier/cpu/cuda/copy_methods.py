@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kvtier.cpu.cuda.descriptors import EVERY_PLACE, Offsets, Spans, cut_spans
+from kvtier.cpu.cuda.descriptors import Offsets, Spans, cut_spans
 from kvtier.cpu.cuda.span_copier import Memories
 from kvtier.cpu.row_layout import GroupMoves, PagePlace, RowLayout, plan_slot_ranges, split_moves
 from kvtier.errors import DeviceCopyError
@@ -182,29 +182,23 @@ class StagedCopier:
             for group in layout.groups
         ]
 
-    def store(self, moves: Sequence[GroupMoves], places: slice | None = None) -> None:
+    def store(self, moves: Sequence[GroupMoves]) -> None:
         """Launch device -> rows, which also zeroes the tails of the rows."""
-        places = places or EVERY_PLACE
         for portion in self._portions(moves):
             blocks, staged, sub_blocks = self._index(portion)
-            for device_pages, staged_pages in self._refs[portion.group_idx][places]:
+            for device_pages, staged_pages in self._refs[portion.group_idx]:
                 staged_pages[staged, sub_blocks] = device_pages.index_select(0, blocks)
             self._staging[:, self._layout.groups[portion.group_idx].used_bytes :] = 0
-            for staged_row, slot, start, end in plan_slot_ranges(
-                self._layout, portion, has_tail=True, places=places
-            ):
+            for staged_row, slot, start, end in plan_slot_ranges(self._layout, portion, has_tail=True):
                 self._rows[slot, start:end].copy_(self._staging[staged_row, start:end], non_blocking=True)
 
-    def load(self, moves: Sequence[GroupMoves], places: slice | None = None) -> None:
+    def load(self, moves: Sequence[GroupMoves]) -> None:
         """Launch rows -> device."""
-        places = places or EVERY_PLACE
         for portion in self._portions(moves):
-            for staged_row, slot, start, end in plan_slot_ranges(
-                self._layout, portion, has_tail=False, places=places
-            ):
+            for staged_row, slot, start, end in plan_slot_ranges(self._layout, portion, has_tail=False):
                 self._staging[staged_row, start:end].copy_(self._rows[slot, start:end], non_blocking=True)
             blocks, staged, sub_blocks = self._index(portion)
-            for device_pages, staged_pages in self._refs[portion.group_idx][places]:
+            for device_pages, staged_pages in self._refs[portion.group_idx]:
                 device_pages.index_copy_(0, blocks, staged_pages[staged, sub_blocks])
 
     def release(self) -> None:

@@ -17,9 +17,6 @@ from kvtier.cpu.row_layout import GroupMoves, PagePlace, RowLayout, locate
 
 Offsets = npt.NDArray[np.int64]
 
-EVERY_PLACE = slice(None)
-"""All refs of a group."""
-
 
 class Spans(NamedTuple):
     """Byte ranges in two memories, one pair each; shapes (num_spans,), int64.
@@ -59,7 +56,6 @@ def plan_spans(
     moves: Sequence[GroupMoves],
     *,
     is_store: bool,
-    places: slice = EVERY_PLACE,
 ) -> Spans:
     """Return the spans of a transfer. Pure.
 
@@ -68,13 +64,8 @@ def plan_spans(
         geometry: strides and sizes of the memories.
         moves: what to move.
         is_store: whether to zero tails.
-        places: the refs of each group; a tail goes with the last one.
     """
-    parts = [
-        part
-        for move in moves
-        for part in _plan_group(layout, geometry, move, is_store=is_store, places=places)
-    ]
+    parts = [part for move in moves for part in _plan_group(layout, geometry, move, is_store=is_store)]
     if not parts:
         nothing = np.zeros(0, dtype=np.int64)
         return Spans(nothing, nothing, nothing, nothing)
@@ -96,22 +87,21 @@ def cut_spans(spans: Spans, max_bytes: int) -> Spans:
 
 
 def _plan_group(
-    layout: RowLayout, geometry: Geometry, move: GroupMoves, *, is_store: bool, places: slice
+    layout: RowLayout, geometry: Geometry, move: GroupMoves, *, is_store: bool
 ) -> Iterator[Spans]:
     """Plan refs of equal size and stride together: their spans differ only by an offset."""
     group = layout.groups[move.group_idx]
     slots, sub_blocks = locate(move, layout.block_size_factor)
-    chosen = group.places[places]
 
     def shape(place: PagePlace) -> tuple[int, int]:
         return place.page_size_bytes, geometry.page_strides[place.tensor_idx]
 
-    for (size_bytes, page_stride), alike in groupby(chosen, shape):
+    for (size_bytes, page_stride), alike in groupby(group.places, shape):
         device_offsets = move.device_blocks * page_stride
         row_offsets = slots * geometry.row_stride + sub_blocks * size_bytes
         merged = _merge(device_offsets, row_offsets, slots, size_bytes, geometry.slots_per_chunk)
         yield _repeat(merged, list(alike))
-    if is_store and chosen and chosen[-1] == group.places[-1]:
+    if is_store:
         yield _plan_tails(layout, geometry, move)
 
 

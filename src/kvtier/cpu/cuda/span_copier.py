@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from kvtier.cpu.cuda.descriptors import EVERY_PLACE, Geometry, Offsets, Spans, plan_spans
+from kvtier.cpu.cuda.descriptors import Geometry, Offsets, Spans, plan_spans
 from kvtier.cpu.row_layout import GroupMoves, RowLayout
 
 ZEROS_BYTES = 1 << 20
@@ -18,16 +18,12 @@ similar sizes are far shorter."""
 
 
 class DeviceCopier(Protocol):
-    """Launches the copies of one direction's transfers; a call returns before they end.
+    """Launches the copies of one direction's transfers; a call returns before they end."""
 
-    ``places`` selects refs of each group, for example those of one layer; None: all. A tail goes with the last ref of
-    its group.
-    """
-
-    def store(self, moves: Sequence[GroupMoves], places: slice | None = None) -> None:
+    def store(self, moves: Sequence[GroupMoves]) -> None:
         """Launch device -> rows."""
 
-    def load(self, moves: Sequence[GroupMoves], places: slice | None = None) -> None:
+    def load(self, moves: Sequence[GroupMoves]) -> None:
         """Launch rows -> device."""
 
     def release(self) -> None:
@@ -97,21 +93,21 @@ class SpanCopier:
         )
         self._launcher: SpanLauncher | None = make_launcher(Memories([*pages, zeros], rows))
 
-    def store(self, moves: Sequence[GroupMoves], places: slice | None = None) -> None:
+    def store(self, moves: Sequence[GroupMoves]) -> None:
         """Launch device -> rows, which also zeroes the tails of the rows."""
-        self._launch(moves, places or EVERY_PLACE, is_store=True)
+        self._launch(moves, is_store=True)
 
-    def load(self, moves: Sequence[GroupMoves], places: slice | None = None) -> None:
+    def load(self, moves: Sequence[GroupMoves]) -> None:
         """Launch rows -> device."""
-        self._launch(moves, places or EVERY_PLACE, is_store=False)
+        self._launch(moves, is_store=False)
 
     def release(self) -> None:
         """Drop tensors and rows; idempotent. All launched copies must have ended."""
         self._launcher = None
 
-    def _launch(self, moves: Sequence[GroupMoves], places: slice, *, is_store: bool) -> None:
+    def _launch(self, moves: Sequence[GroupMoves], *, is_store: bool) -> None:
         assert self._launcher is not None, "the copier was released"
-        spans = plan_spans(self._layout, self._geometry, moves, is_store=is_store, places=places)
+        spans = plan_spans(self._layout, self._geometry, moves, is_store=is_store)
         if len(spans.sizes):
             self._launcher.launch(spans, is_store=is_store)
 

@@ -18,7 +18,6 @@ from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.engines.common.step import StepOutput, WorkerOutput
 from kvtier.engines.transformers.interrupt import DeferredInterrupt
 from kvtier.engines.transformers.request import Request
-from kvtier.errors import LayerLoadError
 from kvtier.histogram import HistogramSnapshot
 from kvtier.observe.control import open_control
 from kvtier.observe.control_commands import PromptHasher
@@ -75,29 +74,17 @@ class ConnectorDriver:
         """The manager of the tiers."""
         return self._scheduler.manager
 
-    def match(self, request: Request, *, can_wait_by_layer: bool) -> tuple[int, bool]:
-        """Return how many tokens after the computed ones the tiers hold; blocks until every tier has answered.
-
-        Args:
-            request: not computed yet.
-            can_wait_by_layer: whether its next step can compute while they are loaded layer by layer.
-
-        Returns:
-            The number of tokens, and whether they are loaded layer by layer in that step; if not, before it.
-        """
+    def match(self, request: Request) -> int:
+        """Return how many tokens after the computed ones the tiers hold; blocks until every tier has answered."""
         while True:
             with DeferredInterrupt():
-                answer, is_async = self._scheduler.get_num_new_matched_tokens(
-                    request, request.num_computed_tokens, can_wait_by_layer=can_wait_by_layer
-                )
+                answer, _ = self._scheduler.get_num_new_matched_tokens(request, request.num_computed_tokens)
             if answer is not None:
-                return answer, answer > 0 and not is_async
+                return answer
             self.step(StepOutput())
             self._pause(POLL_INTERVAL_S)
 
-    def on_allocated(
-        self, request: Request, num_external_tokens: int, *, is_layerwise: bool
-    ) -> Mapping[str, int]:
+    def on_allocated(self, request: Request, num_external_tokens: int) -> Mapping[str, int]:
         """Pass the request's device blocks to the connector, which loads that many tokens into them.
 
         Returns:
@@ -105,33 +92,9 @@ class ConnectorDriver:
         """
         with DeferredInterrupt():
             self._scheduler.update_state_after_alloc(request, request, num_external_tokens)
-            if num_external_tokens and not is_layerwise:
+            if num_external_tokens:
                 self._loading.add(request.request_id)
             return self._scheduler.get_tokens_by_tier(request.request_id, num_external_tokens)
-
-    def wait_for_layer(self, layer_name: str) -> None:
-        """Wait, within a step's computation, until a layer's bytes are loaded.
-
-        Raises:
-            LayerLoadError: the load has failed.
-        """
-        if not self._worker.wait_for_layer(layer_name):
-            raise LayerLoadError(f"layer {layer_name!r} was not loaded")
-
-    def end_layer_loads(self) -> None:
-        """Wait, at the end of a step's computation, until its load has ended.
-
-        Raises:
-            LayerLoadError: the load has failed, so the step's results are invalid.
-        """
-        with DeferredInterrupt():  # an interrupt between reading a result and recording it would lose it
-            is_good = self._worker.end_layer_loads()
-        if not is_good:
-            raise LayerLoadError("a load failed while the step computed with its blocks")
-
-    def drain_failed_blocks(self, request: Request) -> set[int]:
-        """Return the device blocks whose load failed, each once."""
-        return self._failed_block_ids.pop(request.request_id, set())
 
     def wait_for_load(self, request: Request) -> set[int]:
         """Step until the request's load has ended; return the device blocks whose load failed."""
@@ -142,7 +105,7 @@ class ConnectorDriver:
                     DeferredInterrupt()
                 ):  # an interrupt must not leave the reports of the copy threads half read
                     self._worker.wait_for_loads()
-        return self.drain_failed_blocks(request)
+        return self._failed_block_ids.pop(request.request_id, set())
 
     def step(self, plan: StepOutput, compute: Callable[[], None] | None = None) -> None:
         """Do one step.
@@ -157,10 +120,7 @@ class ConnectorDriver:
             self._worker.handle_preemptions(metadata)
             self._worker.start_kv_transfers(metadata)
             try:
-                if compute is None:
-                    # A request may end before its first step. Its load must end; its bytes are not used.
-                    self._worker.end_layer_loads(is_computed=False)
-                else:
+                if compute is not None:
                     with deferred.lifted():
                         compute()
                     is_computed = True

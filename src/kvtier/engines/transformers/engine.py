@@ -93,12 +93,10 @@ class KVTierEngine:
             identity = namer.name_probed()
             worker = make_offloading_config(adapter, config, config.extra_config, identity)
             specs = make_spec(replace(worker, rank=None)), make_spec(worker)
-            is_by_layer = worker.settings.layerwise_load
-            caches = self._pages.canonical_by_layer if is_by_layer else self._pages.canonical
             hash_prompt = make_prompt_hasher(
                 config.salt, sizes.block_size_tokens, lambda num: adapter.rope.range_of(num).name
             )
-            self._driver = ConnectorDriver(*specs, caches, clock, pause, hash_prompt)
+            self._driver = ConnectorDriver(*specs, self._pages.canonical, clock, pause, hash_prompt)
         self._model_switch = ModelSwitch(look, namer, identity, self._pool, self._driver)
         try:
             self._scheduler = RequestScheduler(self._pool, self._pages, self._driver)

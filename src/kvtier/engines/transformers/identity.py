@@ -13,7 +13,7 @@ import os
 import uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -33,9 +33,9 @@ from kvtier.engines.transformers.model_facts import (
     read_usual_facts,
 )
 from kvtier.engines.transformers.model_watch import TensorLook
-from kvtier.engines.transformers.paged_cache import KV_LAYOUT, KV_LAYOUT_BY_LAYER, STATE_LAYOUT
+from kvtier.engines.transformers.paged_cache import KV_LAYOUT, STATE_LAYOUT
 from kvtier.engines.transformers.request import HASH_ALGORITHM
-from kvtier.errors import ConfigError, ModelError
+from kvtier.errors import ModelError
 from kvtier.namespace import ProbedModel
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def make_offloading_config(
         UnknownNameError: an unknown setting.
     """
     sizes = choose_block_sizes(config, adapter.shape)
-    described = OffloadingConfig(
+    return OffloadingConfig(
         engine_id=make_engine_id(),
         model=model or ModelNamer(adapter, config).name(),
         groups=make_groups(adapter.shape, sizes),
@@ -93,12 +93,6 @@ def make_offloading_config(
         computes_last_token=True,
         extra_config=extra_config,
     )
-    if described.settings.layerwise_load and adapter.shape.states:
-        remedy = "a model with recurrent states needs all of them before it computes: leave it out"
-        raise ConfigError("layerwise_load", True, remedy)  # noqa: FBT003 - the value that was given
-    if described.settings.layerwise_load and described.block_size_factor > 1:
-        return replace(described, kv_layout=KV_LAYOUT_BY_LAYER)
-    return described
 
 
 def make_groups(shape: KVShape, sizes: BlockSizes) -> tuple[KVGroup, ...]:

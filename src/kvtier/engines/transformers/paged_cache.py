@@ -6,8 +6,7 @@ copy. For a model with recurrent states a page holds either such a block or the 
 of them one after another; every page has room for the larger of both.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -15,13 +14,10 @@ import torch
 from kvtier.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvtier.engines.transformers.block_sizes import BlockSizes, page_bytes
 from kvtier.engines.transformers.model_adapter import KVShape
-from kvtier.engines.transformers.sequence_cache import SequenceCache, SequenceLayer
+from kvtier.engines.transformers.sequence_cache import SequenceCache
 
 KV_LAYOUT = "page:layer,key|value,token,head,dim"
 """The order of the bytes in a page, as a part of the namespace."""
-
-KV_LAYOUT_BY_LAYER = "layer:page:key|value,token,head,dim"
-"""The same for rows of several pages that are copied layer by layer. With one page a row both orders are the same."""
 
 STATE_LAYOUT = "state:largest element first,layer,conv|recurrent"
 """The order of recurrent states in a page, as a further part of the namespace; the group's layer names list them."""
@@ -51,11 +47,6 @@ class PagedKVCache:
         self._group_bytes = [
             size for size in (block_size_tokens * shape.token_bytes, shape.state_bytes) if size
         ]
-        self._layer_names = [layer.name for layer in shape.layers]
-        self._layer_bytes = [
-            block_size_tokens * (layer.key_elements + layer.value_elements) * shape.dtype.itemsize
-            for layer in shape.layers
-        ]
         self._key_pages: list[torch.Tensor] = []
         self._value_pages: list[torch.Tensor] = []
         offset = 0
@@ -77,23 +68,12 @@ class PagedKVCache:
         tensor = CanonicalKVCacheTensor(self.pages, self.page_size_bytes)
         return CanonicalKVCaches([tensor], [[CanonicalKVCacheRef(0, size)] for size in self._group_bytes])
 
-    @property
-    def canonical_by_layer(self) -> CanonicalKVCaches:
-        """The same bytes with a tensor for each layer, for transfers that load one layer after the other."""
-        raw, start, tensors = self.pages, 0, []
-        for size_bytes in self._layer_bytes:
-            tensors.append(CanonicalKVCacheTensor(raw[:, start : start + size_bytes], size_bytes))
-            start += size_bytes
-        refs = [CanonicalKVCacheRef(index, tensor.page_size_bytes) for index, tensor in enumerate(tensors)]
-        return CanonicalKVCaches(tensors, [refs], {name: idx for idx, name in enumerate(self._layer_names)})
-
     @torch.no_grad()
     def gather(
         self,
         block_ids: Sequence[int],
         sequence: SequenceCache,
         num_tokens: int,
-        wait_for_layer: Callable[[str], None] | None = None,
         state_block_id: int | None = None,
     ) -> None:
         """Copy the first ``num_tokens`` tokens of these blocks into ``sequence``, replacing its content.
@@ -104,19 +84,16 @@ class PagedKVCache:
             num_tokens: tokens to copy.
             state_block_id: the page with the recurrent states after ``num_tokens``; None for a model without any, and
                 without tokens.
-            wait_for_layer: returns when the bytes of a layer are loaded. With it each layer is filled when the model
-                reaches it, and must not be read before; an exception of it ends the forward pass.
         """
         num_blocks = -(-num_tokens // self._block_size_tokens)
         ids = torch.tensor(block_ids[:num_blocks], dtype=torch.int64, device=self.pages.device)
         sequence.set_num_tokens(0)
         sequence.reserve(num_blocks * self._block_size_tokens)
-        for index, layer in enumerate(sequence.sequence_layers):
-            layer.fill_later(None)
-            if wait_for_layer is None:
-                self._gather_layer(index, layer, ids)
-            else:
-                layer.fill_later(partial(self._gather_late, index, layer, ids, wait_for_layer))
+        for layer, keys, values in zip(
+            sequence.sequence_layers, self._key_pages, self._value_pages, strict=True
+        ):
+            torch.index_select(keys, 0, ids, out=self._as_blocks(layer.key_buffer, 0, len(ids)))
+            torch.index_select(values, 0, ids, out=self._as_blocks(layer.value_buffer, 0, len(ids)))
         if state_block_id is not None:
             for states, state in zip(self._state_pages, sequence.states, strict=True):
                 state.copy_(states[state_block_id])
@@ -154,17 +131,6 @@ class PagedKVCache:
         """Return the part of every page that begins at ``offset_bytes``, shape (num_blocks, *size)."""
         end = offset_bytes + prod(size) * dtype.itemsize
         return self.pages[:, offset_bytes:end].view(dtype).view(len(self.pages), *size)
-
-    def _gather_layer(self, index: int, layer: SequenceLayer, ids: torch.Tensor) -> None:
-        keys, values = self._key_pages[index], self._value_pages[index]
-        torch.index_select(keys, 0, ids, out=self._as_blocks(layer.key_buffer, 0, len(ids)))
-        torch.index_select(values, 0, ids, out=self._as_blocks(layer.value_buffer, 0, len(ids)))
-
-    def _gather_late(
-        self, index: int, layer: SequenceLayer, ids: torch.Tensor, wait_for_layer: Callable[[str], None]
-    ) -> None:
-        wait_for_layer(self._layer_names[index])
-        self._gather_layer(index, layer, ids)
 
     def _as_blocks(self, buffer: torch.Tensor, first_block: int, num_blocks: int) -> torch.Tensor:
         first = first_block * self._block_size_tokens

@@ -54,7 +54,6 @@ class Request:
         num_filled_blocks: leading blocks whose bytes are in the pool.
         origins: prompt tokens that were not computed, by where they were found.
         num_failed_load_blocks: device blocks whose load failed.
-        num_loading_blocks: blocks that are loaded layer by layer during its next step.
         is_known: whether a step with this request has reached the connector.
         started_s: clock reading at its start.
         first_token_s: clock reading at its first token.
@@ -82,7 +81,6 @@ class Request:
     num_filled_blocks: int = 0
     origins: dict[str, int] = field(default_factory=dict)
     num_failed_load_blocks: int = 0
-    num_loading_blocks: int = 0
     is_known: bool = False
     started_s: float = 0.0
     first_token_s: float = 0.0

@@ -4,7 +4,6 @@ A request gets its device blocks at admission, together with its cached tokens. 
 publishes the blocks that became full, so that later requests find them on the device.
 """
 
-import logging
 from collections.abc import Callable, Collection, Mapping
 
 from kvtier.cpu.common import CPULoadStoreSpec
@@ -16,9 +15,6 @@ from kvtier.engines.transformers.paged_cache import PagedKVCache
 from kvtier.engines.transformers.request import NO_BLOCK, Request
 from kvtier.engines.transformers.result import DEVICE, HOST
 from kvtier.engines.transformers.sequence_cache import SequenceCache
-from kvtier.errors import LayerLoadError
-
-logger = logging.getLogger(__name__)
 
 
 class RequestScheduler:
@@ -35,14 +31,10 @@ class RequestScheduler:
         self._pages = pages
         self._driver = driver
 
-    def admit(self, request: Request, *, can_wait_by_layer: bool = False) -> None:
-        """Allocate the request's blocks and fill them with its cached tokens, of the device or a tier.
+    def admit(self, request: Request) -> None:
+        """Allocate the blocks of a new request and fill them with its cached tokens, of the device or a tier.
 
-        Args:
-            request: a new request.
-            can_wait_by_layer: whether the load may go on in ``advance``, while the model computes.
-
-        Effects: sets ``num_computed_tokens``, a whole number of blocks, ``origins`` and ``num_loading_blocks``.
+        Effects: sets ``num_computed_tokens``, a whole number of blocks, and ``origins``.
 
         Raises:
             DevicePoolError: the pool is too small for the request's tokens.
@@ -50,23 +42,12 @@ class RequestScheduler:
         num_device_tokens = self._use_device_prefix(request)
         request.num_computed_tokens = num_device_tokens
         request.num_filled_blocks = len(request.block_ids)
-        num_external_tokens, is_layerwise = 0, False
-        if self._driver is not None:
-            num_external_tokens, is_layerwise = self._driver.match(
-                request, can_wait_by_layer=can_wait_by_layer
-            )
+        num_external_tokens = 0 if self._driver is None else self._driver.match(request)
         self._grow(request, request.num_tokens, num_device_tokens + num_external_tokens)
         tokens_by_tier: Mapping[str, int] = {}
         if self._driver is not None:
-            tokens_by_tier = self._driver.on_allocated(
-                request, num_external_tokens, is_layerwise=is_layerwise
-            )
-        num_loaded_tokens = num_external_tokens
-        if is_layerwise:
-            request.num_loading_blocks = num_external_tokens // request.block_size_tokens
-            request.num_computed_tokens += num_external_tokens
-        elif num_external_tokens:
-            num_loaded_tokens = self._load(request, num_external_tokens)
+            tokens_by_tier = self._driver.on_allocated(request, num_external_tokens)
+        num_loaded_tokens = self._load(request, num_external_tokens) if num_external_tokens else 0
         request.origins = {DEVICE: num_device_tokens} | split_origins(num_loaded_tokens, tokens_by_tier)
 
     def gather_prefix(self, request: Request, sequence: SequenceCache) -> None:
@@ -81,16 +62,11 @@ class RequestScheduler:
             request.num_computed_tokens -= 1
             latest = [origin for origin, num_tokens in request.origins.items() if num_tokens][-1]
             request.origins[latest] -= 1
-        wait_for_layer = None
-        if request.num_loading_blocks:
-            assert self._driver is not None, "blocks are loaded only with a driver"
-            wait_for_layer = self._driver.wait_for_layer
         used = request.used_state_blocks
         self._pages.gather(
             request.block_ids,
             sequence,
             request.num_computed_tokens,
-            wait_for_layer,
             state_block_id=used[-1] if used else None,
         )
 
@@ -98,9 +74,6 @@ class RequestScheduler:
         self, request: Request, sequence: SequenceCache, num_tokens: int, compute: Callable[[], None]
     ) -> None:
         """Do one step: allocate blocks, compute, write the blocks that became full into the pool.
-
-        When a load that the step computes with fails, the step computes nothing, and the tokens of the load are missing
-        too.
 
         Args:
             request: the request.
@@ -116,19 +89,13 @@ class RequestScheduler:
 
         def compute_and_keep() -> None:
             compute()
-            self._complete_load(request)
             self._keep_full_blocks(request, sequence, request.num_computed_tokens + num_tokens)
 
         request.is_known = True
         if self._driver is None:
             compute_and_keep()
         else:
-            try:
-                self._driver.step(plan, compute_and_keep)
-            except LayerLoadError as error:
-                logger.warning("request %s: its tokens are computed instead: %s", request.request_id, error)
-                self._fall_back(request, sequence)
-                return
+            self._driver.step(plan, compute_and_keep)
         request.num_computed_tokens += num_tokens
 
     def report_prefill(self, num_tokens: int, time_s: float) -> None:
@@ -151,24 +118,6 @@ class RequestScheduler:
                 self._pool.free([*request.block_ids, *request.used_state_blocks])
                 request.block_ids = []
                 request.num_released_states = len(request.state_block_ids)
-
-    def _complete_load(self, request: Request) -> None:
-        """Complete the load that ran during the step; raises LayerLoadError when it failed."""
-        if not request.num_loading_blocks:
-            return
-        assert self._driver is not None, "blocks are loaded only with a driver"
-        self._driver.end_layer_loads()
-        self._fill_blocks(request, request.num_loading_blocks)
-        request.num_loading_blocks = 0
-
-    def _fall_back(self, request: Request, sequence: SequenceCache) -> None:
-        """Return the request to the tokens that the device held before the failed load."""
-        assert self._driver is not None, "blocks are loaded only with a driver"
-        request.num_failed_load_blocks = len(self._driver.drain_failed_blocks(request))
-        request.num_loading_blocks = 0
-        request.num_computed_tokens = request.num_filled_blocks * request.block_size_tokens
-        request.origins = {DEVICE: request.num_computed_tokens}
-        self._pages.gather(request.block_ids, sequence, request.num_computed_tokens)
 
     def _fill_blocks(self, request: Request, num_blocks: int) -> None:
         """Publish ``num_blocks`` loaded blocks after the filled ones."""

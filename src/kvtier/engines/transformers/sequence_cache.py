@@ -6,7 +6,7 @@ further tokens, because growing by concatenation would copy the prefix in every 
 that the model overwrites.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
@@ -56,7 +56,6 @@ class SequenceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transf
         self.value_buffer = _empty(values, dtype, device)
         self.num_tokens = 0
         self._is_rolled_back = False
-        self._fill: Callable[[], None] | None = None
         self.is_initialized = True
         self.set_num_tokens(0)
 
@@ -74,10 +73,6 @@ class SequenceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transf
         values = self.value_buffer[:num_tokens].transpose(0, 1).unsqueeze(0)
         self.keys, self.values = keys, values
         return keys, values
-
-    def fill_later(self, fill: Callable[[], None] | None) -> None:
-        """Call ``fill`` to write the held tokens when the model reaches this layer; None cancels it."""
-        self._fill = fill
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Do nothing: the buffers exist from the start."""
@@ -109,9 +104,6 @@ class SequenceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transf
                 "a KVTierCache cannot be used after tokens were removed: generate without assisted decoding, "
                 "prompt lookup and the like"
             )
-        if self._fill is not None:
-            self._fill()
-            self._fill = None
         first = self.num_tokens
         last = first + key_states.shape[2]
         if last > len(self.key_buffer):

@@ -178,7 +178,7 @@ class RequestServer:
         """Yield the tokens that follow the request's prompt; the first ``next`` starts it."""
         sampler = Sampler(params)
         with self._serving(request):
-            self._scheduler.admit(request, can_wait_by_layer=True)
+            self._scheduler.admit(request)
             self._scheduler.gather_prefix(request, self._working)
             token_id = self._compute_next(request, sampler)
             request.first_token_s = self._clock()
@@ -290,13 +290,12 @@ class RequestServer:
         if self._active is not request:
             raise EngineStateError(f"request {request.request_id!r} was ended by shutdown: make a new engine")
         num_missing_tokens = request.num_tokens - request.num_computed_tokens
-        is_load_awaited = request.num_loading_blocks > 0
         begun_s = self._clock()
         while request.num_computed_tokens < request.num_tokens:
             self._compute_chunk(request, self._working)
         # The device works asynchronously; choosing a token waits for it, so the time is taken afterwards.
         token_id = sampler.choose(self._logits)
-        if num_missing_tokens > 1 and not is_load_awaited:
+        if num_missing_tokens > 1:
             self._scheduler.report_prefill(num_missing_tokens, self._clock() - begun_s)
         if request.logits is not None:
             request.logits.append(self._logits)

@@ -28,11 +28,6 @@ HAS_FAILED_RECVING = hasattr(connector_base, "KVConnectorTransferResults")
 groups these crash the engine, and with a sliding window it goes on from blocks that were never filled."""
 
 
-HAS_BLOCK_POOL_HOOK = hasattr(connector_base.KVConnectorBase_V1, "bind_gpu_block_pool")
-"""Whether vLLM gives a connector the pool of device blocks. Without it, blocks that a failed load has corrupted while
-their request computed stay in vLLM's prefix cache."""
-
-
 NAMES_KEPT_STATES = "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
 """From 0.32 on each step names the device blocks that hold a recurrent state at the end of a block."""
 

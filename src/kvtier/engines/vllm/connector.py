@@ -2,7 +2,7 @@
 
 vLLM builds one object in the scheduler's process and one in each worker's; each drives one half of
 ``kvtier.connector``. The hooks of the two processes are in ``scheduler_hooks`` and ``worker_hooks``; this file has
-construction, shutdown and metrics, and the check whether loads by layer can work.
+construction, shutdown and metrics.
 
 Source: ``KVConnectorBase_V1`` of vLLM 0.28 to 0.33.
 """
@@ -81,7 +81,6 @@ class KVTierConnector(SchedulerHooks, WorkerHooks, KVConnectorBase_V1, SupportsH
             )
             self._metrics = self._serve_metrics(vllm_config)
             recompute_failed_loads(vllm_config)
-            self._can_wait_by_layer = self._admits_layerwise(vllm_config)
             self._trusts_client_names = self._connector.spec.config.settings.trust_multi_modal_uuids
             self._log_start(vllm_config)
 
@@ -128,22 +127,6 @@ class KVTierConnector(SchedulerHooks, WorkerHooks, KVConnectorBase_V1, SupportsH
             start_fingerprints(vllm_config)
         return None
 
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return whether loads are by layer: a graph of the whole model cannot call the hook."""
-        return bool(extra_config.get("layerwise_load", False))
-
-    def _admits_layerwise(self, vllm_config: VllmConfig) -> bool:
-        if not self._connector.spec.config.settings.layerwise_load:
-            return False
-        obstacle = find_layerwise_obstacle(vllm_config)
-        if obstacle is not None:
-            logger.warning(
-                "layerwise_load has no effect: %s; or leave it out, because with it CUDA graphs are piecewise",
-                obstacle,
-            )
-        return obstacle is None
-
     def _serve_metrics(self, vllm_config: VllmConfig) -> MetricsServer | None:
         """Serve the metrics from this process if the settings say so; engines of one host take ports in a row.
 
@@ -171,31 +154,6 @@ class KVTierConnector(SchedulerHooks, WorkerHooks, KVConnectorBase_V1, SupportsH
                 num_cores,
                 num_cores,
             )
-
-
-def find_layerwise_obstacle(vllm_config: VllmConfig) -> str | None:
-    """Return why requests cannot compute while they are loaded layer by layer, with the remedy; None if they can. Pure.
-
-    vLLM calls ``wait_for_layer_load`` before each attention layer and recomputes after a failed load, but not with
-    every setting. Otherwise loads run beside the steps, as by default. Obstacles that the configuration does not show,
-    such as a layer whose kernel has no such hook, show in the first step: a load fails when vLLM did not wait for all
-    of its layers.
-    """
-    if not compat.HAS_BLOCK_POOL_HOOK:
-        return f"vLLM {compat.release()} gives a connector no access to the device's prefix cache: use a later release"
-    if vllm_config.scheduler_config.async_scheduling:
-        # The next step is planned and computed before this one's failed load is reported.
-        return "with asynchronous scheduling a failed load is reported too late: start vLLM with --no-async-scheduling"
-    if getattr(vllm_config, "use_v2_model_runner", False):
-        # It keeps tokens that the scheduler has removed after a failed load.
-        return "the second model runner cannot remove tokens: start vLLM with VLLM_USE_V2_MODEL_RUNNER=0"
-    if vllm_config.speculative_config is not None:
-        return "a draft model reads the cache after the step's loads were reported: switch speculative decoding off"
-    if vllm_config.parallel_config.use_ubatching:
-        return "two halves of a batch wait for layers at the same time: leave --enable-dbo out"
-    if vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
-        return "a CUDA graph of the whole model cannot call the hook: set cudagraph_mode to PIECEWISE"
-    return None
 
 
 def share_vllm_log() -> None:

@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import KVCacheEvent
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -77,8 +76,6 @@ class SchedulerHooks:
         self._adapter_salts = AdapterSalts(newest_ns=time.time_ns())
         self._process_salt = secrets.token_bytes(32)
         self._trusts_client_names = False
-        self._block_pool: BlockPool | None = None
-        self._can_wait_by_layer = False
         self._spans: RequestSpans | None = None  # none before the first request that has trace headers
 
     @property
@@ -118,20 +115,8 @@ class SchedulerHooks:
         if key_salt is None:
             why = WEIGHTS_CHANGED if self.engine_watch.is_held else why_left_alone(request)
             self._scheduler.records.exclude(request, num_computed_tokens, why)
-            # It has no blocks of its own in a tier, but may share device blocks whose load has not completed.
-            layerwise = self._scheduler.layerwise
-            is_early = layerwise is not None and layerwise.shares_blocks(request, num_computed_tokens)
-            return None if is_early else 0, False
-        return self._scheduler.get_num_new_matched_tokens(
-            request,
-            num_computed_tokens,
-            key_salt,
-            can_wait_by_layer=self._can_wait_by_layer and self._block_pool is not None,
-        )
-
-    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Keep the pool of device blocks, to evict blocks that a failed load has corrupted."""
-        self._block_pool = gpu_block_pool
+            return 0, False
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens, key_salt)
 
     def is_offloadable(self, request: Request) -> bool:
         """Return whether blocks of this request may be loaded and stored.
@@ -163,17 +148,8 @@ class SchedulerHooks:
         return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Process the workers' reports.
-
-        vLLM has put the blocks of a load by layer into its prefix cache, and recomputes failed ones in place. If the
-        request is aborted or pre-empted before that, other requests would find wrong bytes there, so they are evicted
-        first.
-        """
+        """Process the workers' reports."""
         self._scheduler.update_connector_output(connector_output)
-        layerwise = self._scheduler.layerwise
-        invalid_blocks = None if layerwise is None else layerwise.drain_invalid_blocks()
-        if invalid_blocks and self._block_pool is not None:
-            self._block_pool.evict_blocks(invalid_blocks)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:
         """Forget a request; its device blocks may be freed at once."""

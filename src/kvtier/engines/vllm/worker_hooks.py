@@ -104,8 +104,7 @@ class WorkerHooks:
         self._worker.start_kv_transfers(self._step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Wait until the layer is loaded, in a step that computes with a load by layer; else return at once."""
-        self._worker.wait_for_layer(layer_name)
+        """Do nothing: a request is scheduled when its blocks are loaded whole."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object, **kwargs: object
@@ -161,15 +160,6 @@ class PageRun:
         """Memory address of block 0, and the stride; equal for layers that overlay each other."""
         return self.storage.data_ptr() + self.start_byte, self.stride_bytes
 
-    def contains(self, other: "PageRun") -> bool:
-        """Return whether each page of ``other`` is within this run's page of the same block."""
-        return (
-            self.storage.data_ptr() == other.storage.data_ptr()
-            and self.stride_bytes == other.stride_bytes
-            and self.start_byte <= other.start_byte
-            and other.start_byte + other.page_bytes <= self.start_byte + self.page_bytes
-        )
-
     def is_followed_by(self, other: "PageRun") -> bool:
         """Return whether each page of ``other`` begins where this run's page of the same block ends."""
         return (
@@ -203,27 +193,10 @@ def make_canonical_kv_caches(
             widest[run.place] = run
     order = {place: index for index, place in enumerate(widest)}
     num_blocks = kv_cache_config.num_blocks
-    ref_of_layer: dict[str, int] = {}
-    if len(runs_of_groups) == 1:
-        ref_of_layer = find_refs(kv_cache_config, kv_caches, runs_of_groups[0])
     return CanonicalKVCaches(
         [CanonicalKVCacheTensor(view_pages(run, num_blocks), run.page_bytes) for run in widest.values()],
         [[CanonicalKVCacheRef(order[run.place], run.page_bytes) for run in runs] for runs in runs_of_groups],
-        ref_of_layer,
     )
-
-
-def find_refs(
-    kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, LayerCache], runs: Sequence[PageRun]
-) -> dict[str, int]:
-    """Return for each layer of the only group the index of the run with the layer's page. Pure."""
-    (group,) = kv_cache_config.kv_cache_groups
-    pages = page_bytes_of_layers(kv_cache_config, group)
-    refs: dict[str, int] = {}
-    for name in group.layer_names:
-        page = _find_pages_of(group, name, kv_caches.get(name), pages[name], kv_cache_config.num_blocks)
-        refs[name] = next(idx for idx, run in enumerate(runs) if run.contains(page))
-    return refs
 
 
 def find_runs(

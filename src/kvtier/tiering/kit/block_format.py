@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 
 from kvtier.base import OffloadKey
 from kvtier.namespace import Namespace
-from kvtier.tiering.kit.envelope import RAW_CODEC, Buffer, HeaderCheck, check_block, make_header
+from kvtier.tiering.kit.envelope import Buffer, HeaderCheck, check_block, make_header
 
 BlockName = bytes
 """What a tier calls a block: the bytes of its key, or keyed bytes of the same length."""
@@ -60,7 +60,6 @@ class BlockFormat(ABC):
         row: memoryview,
         scratch: memoryview | None,
         *,
-        codec: int = RAW_CODEC,
         generation: int = 0,
     ) -> Sealed:
         """Return the header and the payload of a block.
@@ -69,7 +68,6 @@ class BlockFormat(ABC):
             key: the block.
             row: its bytes, format 'B'; they are not changed.
             scratch: where an encrypted payload goes, as long as the row; not used by a plain one.
-            codec: number of the encoding of ``row``.
             generation: of the write, where slots are written again and again.
 
         Raises:
@@ -77,9 +75,7 @@ class BlockFormat(ABC):
         """
 
     @abstractmethod
-    def open(
-        self, header: Buffer, payload: Buffer, key: OffloadKey, row: memoryview, *, codec: int = RAW_CODEC
-    ) -> HeaderCheck:
+    def open(self, header: Buffer, payload: Buffer, key: OffloadKey, row: memoryview) -> HeaderCheck:
         """Check a block, and decrypt it into ``row``; what is wrong with it leaves no byte of it there.
 
         Args:
@@ -87,7 +83,6 @@ class BlockFormat(ABC):
             payload: the stored bytes, no more and no fewer; may be ``row``. A plain payload that is not is not copied.
             key: the block that was to be read.
             row: where the decrypted bytes go, as long as the payload.
-            codec: number of the encoding that the reader understands.
         """
 
 
@@ -124,17 +119,14 @@ class PlainFormat(BlockFormat):
         row: memoryview,
         scratch: memoryview | None,
         *,
-        codec: int = RAW_CODEC,
         generation: int = 0,
     ) -> Sealed:
         del scratch
-        return Sealed(make_header(key, self._digest, row, codec=codec, generation=generation), row)
+        return Sealed(make_header(key, self._digest, row, generation=generation), row)
 
-    def open(
-        self, header: Buffer, payload: Buffer, key: OffloadKey, row: memoryview, *, codec: int = RAW_CODEC
-    ) -> HeaderCheck:
+    def open(self, header: Buffer, payload: Buffer, key: OffloadKey, row: memoryview) -> HeaderCheck:
         del row
-        return check_block(header, payload, key, self._digest, codec=codec)
+        return check_block(header, payload, key, self._digest)
 
 
 @dataclass(frozen=True, slots=True)

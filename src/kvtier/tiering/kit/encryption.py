@@ -154,7 +154,6 @@ class EncryptedFormat(BlockFormat):
         row: memoryview,
         scratch: memoryview | None,
         *,
-        codec: int = RAW_CODEC,
         generation: int = 0,
     ) -> Sealed:
         entry, write_key, counter = self._keys.draw(get_offload_tenant(key))
@@ -163,7 +162,6 @@ class EncryptedFormat(BlockFormat):
         before, behind = EncryptedFields(
             namespace=self._namespace,
             name=self.name(key),
-            codec=codec,
             stored_bytes=num_bytes,
             raw_bytes=num_bytes,
             key_id=entry.number,
@@ -177,9 +175,7 @@ class EncryptedFormat(BlockFormat):
         cipher.finalize()
         return Sealed(join_encrypted_header(before, cipher.tag, behind), payload)
 
-    def open(
-        self, header: Buffer, payload: Buffer, key: OffloadKey, row: memoryview, *, codec: int = RAW_CODEC
-    ) -> HeaderCheck:
+    def open(self, header: Buffer, payload: Buffer, key: OffloadKey, row: memoryview) -> HeaderCheck:
         envelope = unpack(header)
         if isinstance(envelope, HeaderCheck):
             return envelope
@@ -187,7 +183,7 @@ class EncryptedFormat(BlockFormat):
             return HeaderCheck.NOT_ENCRYPTED
         if envelope.namespace != self._namespace or envelope.key != self.name(key):
             return HeaderCheck.OTHER_KEY
-        if envelope.codec != codec:
+        if envelope.codec != RAW_CODEC:
             return HeaderCheck.OTHER_CODEC
         if not envelope.stored_bytes == len(payload) == len(row):
             return HeaderCheck.DAMAGED

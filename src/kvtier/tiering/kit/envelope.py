@@ -36,13 +36,8 @@ HEADER_PAGE_BYTES = 4096
 """Where a file keeps envelopes, one page in front of each payload: with direct I/O both stay aligned."""
 
 RAW_CODEC = 0
-"""The payload is the row as it is: the only encoding there is."""
-
-POINTER_CODEC = 0xFFFF
-"""The payload says where a block is, in an obj tier; far from the numbers of codecs, which count up from zero."""
-
-OBJECT_POINTER = 0xFF
-"""The same in an encrypted header, which has one byte for it."""
+"""The payload is the row as it is: the only encoding there is. Earlier versions of the obj tier wrote pointers into
+objects of several blocks with the largest number that the field has."""
 
 MAX_KEY_BYTES = 40
 NAMESPACE_BYTES = 16
@@ -143,7 +138,6 @@ def make_header(
     namespace_digest: bytes,
     payload: Buffer,
     *,
-    codec: int = RAW_CODEC,
     raw_bytes: int | None = None,
     generation: int = 0,
 ) -> bytes:
@@ -153,7 +147,6 @@ def make_header(
         key: at most 40 bytes.
         namespace_digest: the namespace's; its first 16 bytes are used.
         payload: what will be stored, contiguous.
-        codec: number of the encoding that made it.
         raw_bytes: length of the row; None when it is that of the payload.
         generation: of the write, where slots are written again and again; below 2**48.
     """
@@ -162,7 +155,7 @@ def make_header(
     fields = _FIELDS.pack(
         MAGIC,
         VERSION,
-        codec,
+        RAW_CODEC,
         namespace_digest[:NAMESPACE_BYTES],
         len(key),
         key,
@@ -206,7 +199,6 @@ class EncryptedFields(NamedTuple):
     Attributes:
         namespace: first 16 bytes of the namespace digest.
         name: the keyed name of the block, at most 40 bytes.
-        codec: number of the encoding of the bytes before they were encrypted.
         stored_bytes: length of the payload.
         raw_bytes: length of the row that it decodes to.
         key_id: number of the ring's entry, not 0.
@@ -217,7 +209,6 @@ class EncryptedFields(NamedTuple):
 
     namespace: bytes
     name: bytes
-    codec: int
     stored_bytes: int
     raw_bytes: int
     key_id: int
@@ -230,7 +221,7 @@ class EncryptedFields(NamedTuple):
         before = _BEFORE_TAG.pack(
             MAGIC,
             ENCRYPTED_VERSION,
-            min(self.codec, OBJECT_POINTER),
+            RAW_CODEC,
             len(self.name),
             self.namespace,
             self.name,
@@ -271,7 +262,7 @@ def _unpack_encrypted(header: Buffer) -> Envelope | HeaderCheck:
     return Envelope(
         namespace=namespace,
         key=OffloadKey(name[:name_bytes]),
-        codec=codec if codec < OBJECT_POINTER else POINTER_CODEC,
+        codec=codec,
         stored_bytes=int.from_bytes(stored, "little"),
         raw_bytes=int.from_bytes(raw, "little"),
         checksum=tag,
@@ -281,9 +272,7 @@ def _unpack_encrypted(header: Buffer) -> Envelope | HeaderCheck:
     )
 
 
-def check_block(
-    header: Buffer, payload: Buffer, key: OffloadKey, namespace_digest: bytes, *, codec: int = 0
-) -> HeaderCheck:
+def check_block(header: Buffer, payload: Buffer, key: OffloadKey, namespace_digest: bytes) -> HeaderCheck:
     """Check whether ``payload`` is what was stored under ``key`` in this namespace. Pure.
 
     Args:
@@ -291,17 +280,16 @@ def check_block(
         payload: the stored bytes, no more and no fewer, contiguous.
         key: the block that was to be read.
         namespace_digest: the reader's namespace.
-        codec: number of the encoding that the reader understands.
     """
     fields = _read_fields(header)
     if isinstance(fields, HeaderCheck):
         return fields
-    _, _, found_codec, namespace, key_bytes, found_key, num_stored, _, checksum, key_id, *_ = fields
+    _, _, codec, namespace, key_bytes, found_key, num_stored, _, checksum, key_id, *_ = fields
     if namespace != namespace_digest[:NAMESPACE_BYTES]:
         return HeaderCheck.OTHER_NAMESPACE
     if found_key[:key_bytes] != key:
         return HeaderCheck.OTHER_KEY
-    if found_codec != codec:
+    if codec != RAW_CODEC:
         return HeaderCheck.OTHER_CODEC
     if key_id != NO_ENCRYPTION:
         return HeaderCheck.ENCRYPTED

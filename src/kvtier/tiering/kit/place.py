@@ -13,7 +13,7 @@ from enum import Enum
 from typing import ClassVar, NamedTuple, Protocol
 
 from kvtier.base import OffloadKey
-from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, Buffer, HeaderCheck, check_block, unpack
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, RAW_CODEC, Buffer, HeaderCheck, check_block, unpack
 
 
 class BlockState(Enum):
@@ -310,7 +310,7 @@ class ProbedTier(ABC):
 def check_bytes(
     header: Buffer, payload: Buffer, namespace_name: str, key: bytes | None, opener: Opener | None = None
 ) -> BlockState:
-    """Compare a block with its header, whatever encoding it has.
+    """Compare a block with its header.
 
     Args:
         header: at least the 128 bytes of the envelope.
@@ -325,17 +325,13 @@ def check_bytes(
     if envelope.is_encrypted:
         if envelope.namespace.hex() != namespace_name or (key is not None and envelope.key != key):
             return BlockState.MOVED
+        if envelope.codec != RAW_CODEC:
+            return BlockState.OTHER_FORMAT
         if envelope.stored_bytes != len(payload):
             return BlockState.DAMAGED
         return BlockState.ENCRYPTED if opener is None else STATE_OF_CHECK[opener.open(header, payload)]
-    found = check_block(
-        header,
-        payload,
-        envelope.key if key is None else OffloadKey(key),
-        bytes.fromhex(namespace_name),
-        codec=envelope.codec,
-    )
-    return STATE_OF_CHECK[found]
+    own_key = envelope.key if key is None else OffloadKey(key)
+    return STATE_OF_CHECK[check_block(header, payload, own_key, bytes.fromhex(namespace_name))]
 
 
 def check_value(

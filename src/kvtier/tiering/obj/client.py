@@ -239,16 +239,6 @@ class Client:
 
         return self._request_each(paths, ask)
 
-    def put_new_each(self, objects: dict[str, bytes]) -> set[str]:
-        """Write small objects unless there are some of those names; return which names are there now."""
-
-        async def ask(path: str) -> None:
-            with suppress(AlreadyExistsError, PreconditionError), self._kept_private(path):
-                await obstore.put_async(self._store, path, objects[path], mode=mode)
-
-        mode: obstore.PutMode = "create" if self._can_create else "overwrite"
-        return set(self._request_each(list(objects), ask))
-
     def remove(self, paths: Sequence[str]) -> None:
         """Remove objects, in bulk where the store can; those that are gone already are no matter."""
         for begin in range(0, len(paths), PAGE_OBJECTS):

@@ -13,22 +13,26 @@ from kvtier.base import OffloadKey, get_offload_tenant
 from kvtier.errors import ConfigError, TierError
 from kvtier.settings import parse_settings
 from kvtier.tiering.kit.block_pieces import check_in_pieces
-from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, Envelope, unpack
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
 from kvtier.tiering.kit.place import (
     FAULTS_OF_PLACE,
     Amount,
     BlockState,
-    Opener,
     Place,
     PlaceBlock,
     PlaceNamespace,
     PlaceSummary,
     TierFinding,
-    check_bytes,
     check_value,
 )
 from kvtier.tiering.obj.client import Client
-from kvtier.tiering.obj.layout import NAMESPACE_DOCUMENT_NAME, PAGE_NAME, is_own, namespace_path
+from kvtier.tiering.obj.layout import (
+    GROUP_SUFFIX,
+    NAMESPACE_DOCUMENT_NAME,
+    PAGE_NAME,
+    is_own,
+    namespace_path,
+)
 from kvtier.tiering.obj.settings import ObjSettings
 from kvtier.tiering.obj.target import Service
 
@@ -42,7 +46,6 @@ MAX_WHOLE_BYTES = 64 * 2**20
 """Objects up to this length are read with one request. Longer ones are read by pieces, and no further than their
 headers say."""
 
-GROUP_SUFFIX = ".kvg"
 NAMESPACE_CHARS = 32
 
 UNSEEN = {
@@ -111,6 +114,8 @@ class ObjPlace(Place):
         return PlaceSummary(capacity_bytes=self._capacity_bytes, foreign=self._foreign)
 
     def check(self, block: PlaceBlock) -> BlockState:
+        if block.address.endswith(GROUP_SUFFIX):
+            return BlockState.OTHER_FORMAT  # of an earlier version: this one reads none
         state = self._check_once(block)
         return self._check_once(block) if state in FAULTS_OF_PLACE else state
 
@@ -140,38 +145,28 @@ class ObjPlace(Place):
         fetched = self._client.get(block.address, MAX_WHOLE_BYTES)
         if fetched is None:
             return BlockState.GONE
-        name = None if block.address.endswith(GROUP_SUFFIX) else bytes.fromhex(Path(block.address).stem)
+        name = bytes.fromhex(Path(block.address).stem)
         if fetched.num_bytes > MAX_WHOLE_BYTES:
             return self._check_long(block, name, fetched.num_bytes)
-        if name is None:
-            return _check_group(fetched.body, block.namespace, self.opener)
         return check_value(fetched.body, block.namespace, name, self.opener)
 
-    def _check_long(self, block: PlaceBlock, name: bytes | None, num_bytes: int) -> BlockState:
-        """Check a long object: the block ``name``, or several one behind another."""
-
+    def _check_long(self, block: PlaceBlock, name: bytes, num_bytes: int) -> BlockState:
         def read(offset: int, length: int) -> memoryview:
-            return self._client.get_range(block.address, payload_begin + offset, length) or memoryview(b"")
+            return self._client.get_range(block.address, ENVELOPE_BYTES + offset, length) or memoryview(b"")
 
-        begin, found = 0, BlockState.WHOLE
+        header = self._client.get_range(block.address, 0, ENVELOPE_BYTES)
+        if header is None:
+            return BlockState.GONE
         num_disk_blocks = self._client.count_disk_blocks(block.address)
-        while begin < num_bytes:
-            header = self._client.get_range(block.address, begin, ENVELOPE_BYTES)
-            if header is None:
-                return BlockState.GONE
-            payload_begin = begin + ENVELOPE_BYTES
-            left_bytes = num_bytes - payload_begin
-            envelope = unpack(header)
-            of_group = name is None and isinstance(envelope, Envelope) and envelope.stored_bytes <= left_bytes
-            length = envelope.stored_bytes if of_group and isinstance(envelope, Envelope) else left_bytes
-            state = check_in_pieces(
-                header, length, read, block.namespace, name, self.opener, num_disk_blocks=num_disk_blocks
-            )
-            if state not in (BlockState.WHOLE, BlockState.ENCRYPTED, BlockState.NO_KEY):
-                return state
-            found = state if state is not BlockState.WHOLE else found
-            begin = payload_begin + length
-        return found
+        return check_in_pieces(
+            header,
+            num_bytes - ENVELOPE_BYTES,
+            read,
+            block.namespace,
+            name,
+            self.opener,
+            num_disk_blocks=num_disk_blocks,
+        )
 
 
 def open_obj_place(own: Mapping[str, object]) -> ObjPlace:
@@ -220,20 +215,3 @@ def _probe_missing_folder(url: str, folder: Path) -> TierFinding:
 
 def _probe_path(settings: ObjSettings) -> str:
     return namespace_path(settings.target.root, PROBE_NAME)
-
-
-def _check_group(body: memoryview, namespace: str, opener: Opener | None) -> BlockState:
-    """Check every block of an object that holds several; the first that is not whole counts."""
-    begin, found = 0, BlockState.WHOLE
-    while begin < len(body):
-        header = body[begin : begin + ENVELOPE_BYTES]
-        envelope = unpack(header)
-        if not isinstance(envelope, Envelope):
-            return check_bytes(header, b"", namespace, None)
-        end = begin + ENVELOPE_BYTES + envelope.stored_bytes
-        state = check_bytes(header, body[begin + ENVELOPE_BYTES : end], namespace, None, opener)
-        if state not in (BlockState.WHOLE, BlockState.ENCRYPTED, BlockState.NO_KEY):
-            return state
-        found = state if state is not BlockState.WHOLE else found
-        begin = end
-    return found if body else BlockState.DAMAGED

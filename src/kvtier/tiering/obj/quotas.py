@@ -164,11 +164,8 @@ def require_quotas_possible(settings: ObjSettings) -> None:
     """Refuse quotas of tenants where they cannot be kept.
 
     Raises:
-        ConfigError: blocks share objects, or nothing can be listed.
+        ConfigError: nothing can be listed.
     """
-    if settings.blocks_per_object > 1:
-        remedy = "cannot be kept by blocks that share an object: leave blocks_per_object out"
-        raise ConfigError("quota_bytes", "obj", remedy)
     if settings.target.service is Service.HTTP:
         remedy = "cannot be kept where nothing can be listed: leave it out, or use another service"
         raise ConfigError("quota_bytes", "obj", remedy)

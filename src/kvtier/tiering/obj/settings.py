@@ -19,16 +19,11 @@ DEFAULT_NUM_THREADS = 16
 """Requests in flight. A store far away answers each of them slowly and many at once: fewer leave the link idle, many
 more hold as many blocks in buffers of the client."""
 
-DEFAULT_BLOCKS_PER_OBJECT = 1
-"""Blocks in one object. More need a pointer for each block, as an engine that knows one key only must find it: a store
-then makes more requests than with one, and only loads of whole runs make fewer. ``kvtier bench tiers`` has numbers."""
-
 DEFAULT_TIMEOUT_S = 5.0
 """Seconds for a request from its start to the last byte. Shorter fails large blocks on a slow link; longer keeps slots
 and threads that much longer when a server hangs."""
 
 MAX_THREADS = 128
-MAX_BLOCKS_PER_OBJECT = 64
 MIN_CAPACITY_BLOCKS = 64
 """Blocks below which capacity cannot be kept by passes over a listing that each free an eighth."""
 
@@ -98,14 +93,6 @@ class ObjSettings:
             unit="bytes",
         ),
     )
-    blocks_per_object: int = field(
-        default=DEFAULT_BLOCKS_PER_OBJECT,
-        metadata=setting(
-            whole(1, MAX_BLOCKS_PER_OBJECT),
-            "more need a pointer for each block, and did not speed up puts in measurements",
-            unit=f"1 to {MAX_BLOCKS_PER_OBJECT}",
-        ),
-    )
     ttl_s: float | None = field(default=None, metadata=TTL)
     timeout_s: float = field(
         default=DEFAULT_TIMEOUT_S,
@@ -155,9 +142,6 @@ class ObjSettings:
             if target.service is Service.HTTP and getattr(self, name) is not None:
                 remedy = "cannot be kept where nothing can be listed: leave it out, or use the server's own life cycle"
                 raise ConfigError(name, getattr(self, name), remedy)
-        if self.ttl_s is not None and self.blocks_per_object > 1:
-            remedy = "cannot be kept by blocks that share an object: leave blocks_per_object out"
-            raise ConfigError("ttl_s", self.ttl_s, remedy)
         if self.endpoint is not None:
             server = parse_server("endpoint", self.endpoint, is_http_allowed=self.allow_http)
             object.__setattr__(self, "endpoint", server)

@@ -1,7 +1,7 @@
 """The other namespaces under the root of an object store, for the blocks that this engine misses.
 
-A listing of one level finds them, however many objects there are. Objects of one block and pointers to a block have the
-same names in every namespace, so asking for the length of one says whether it is there.
+A listing of one level finds them, however many objects there are. A block has the same name in every namespace, so
+asking for the length of its object says whether it is there.
 """
 
 from collections.abc import Collection, Sequence

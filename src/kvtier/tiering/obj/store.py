@@ -1,24 +1,25 @@
 """Moves blocks between rows of the primary tier and objects, and says what becomes of failures.
 
+An object is one block: an envelope, checked before a row is written that is loaded, and the row behind it.
 Threads of the tier call it with some blocks of a job. What is wrong with one block costs that block and is counted
 with its reason; a store that cannot be reached fails the call.
 """
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
 
 from kvtier.base import OffloadKey
 from kvtier.errors import TierError
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
-from kvtier.tiering.kit.backend import BlockStore, Counters
+from kvtier.tiering.kit.backend import BlockStore, Counters, Rows
 from kvtier.tiering.kit.envelope import (
     ENVELOPE_BYTES,
     FAILURE_OF_CHECK,
     FAULTS,
-    POINTER_CODEC,
-    Envelope,
     HeaderCheck,
     unpack,
 )
@@ -29,14 +30,7 @@ from kvtier.tiering.kit.place import name_place
 from kvtier.tiering.kit.siblings import SiblingNamespaces
 from kvtier.tiering.obj.client import OVER, Client
 from kvtier.tiering.obj.evictor import Evictor
-from kvtier.tiering.obj.group import Block, GroupMember, Groups, RowsWithHeaders
-from kvtier.tiering.obj.layout import (
-    POINTER_BYTES,
-    Location,
-    ObjNamespace,
-    namespace_path,
-    unpack_pointer,
-)
+from kvtier.tiering.obj.layout import ObjNamespace, namespace_path
 from kvtier.tiering.obj.settings import ObjSettings
 from kvtier.tiering.obj.siblings import FIRST_PAUSE_S, ObjSiblings
 
@@ -62,7 +56,7 @@ class ObjBlockStore(BlockStore[ObjNamespace], PageKeeper[ObjNamespace]):
     def __init__(
         self,
         client: Client,
-        rows: RowsWithHeaders,
+        rows: Rows,
         settings: ObjSettings,
         evictor: Evictor | None,
         counters: Counters,
@@ -74,9 +68,8 @@ class ObjBlockStore(BlockStore[ObjNamespace], PageKeeper[ObjNamespace]):
         self.siblings = SiblingNamespaces("obj", place, clock, FIRST_PAUSE_S, where=where)
         self._client = client
         self._rows = rows
+        self._block_bytes = ENVELOPE_BYTES + rows.row_bytes
         self._root = settings.target.root
-        self._blocks_per_object = settings.blocks_per_object
-        self._groups = Groups(client, rows)
         self._evictor = evictor
         self._counters = counters
         self._last_opened: ObjNamespace | None = None
@@ -102,11 +95,7 @@ class ObjBlockStore(BlockStore[ObjNamespace], PageKeeper[ObjNamespace]):
         over = [key for key, size in size_of.items() if size == OVER]
         if over:
             self.losses.on_expired(over)
-        pointed = {key for key, size in size_of.items() if size == POINTER_BYTES}
-        unread = {key for key in pointed if namespace.location(key) is None}
-        unsound = unread.difference(self._groups.read_pointers(namespace, unread))
-        sound = pointed.difference(unsound)
-        held = [key for key, size in size_of.items() if size == self._rows.block_bytes or key in sound]
+        held = [key for key, size in size_of.items() if size == self._block_bytes]
         if sum(size is not None for size in size_of.values()) > len(held):
             taken = {key for key, size in size_of.items() if size is not None}
             self._remove_damaged(paths[key] for key in taken.difference(held))
@@ -119,30 +108,20 @@ class ObjBlockStore(BlockStore[ObjNamespace], PageKeeper[ObjNamespace]):
         self, namespace: ObjNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
     ) -> TransferOutcome:
         self._describe(namespace)
-        blocks = list(zip(keys, slots, strict=True))
-        succeeded: set[OffloadKey] = set()
-        if self._blocks_per_object > 1 and len(blocks) > 1:
-            # A group is a new object whatever others hold: a lookup first keeps bytes from being stored twice.
-            succeeded.update(self.contains_batch(namespace, keys))
-            blocks = [block for block in blocks if block[0] not in succeeded]
-        for begin in range(0, len(blocks), self._blocks_per_object):
-            succeeded.update(self._write(namespace, blocks[begin : begin + self._blocks_per_object]))
-        self.losses.on_stored(list(succeeded))
+        succeeded = [key for key, slot in zip(keys, slots, strict=True) if self._write(namespace, key, slot)]
+        self.losses.on_stored(succeeded)
         if self.siblings.found:
-            self.siblings.forget(list(succeeded))
+            self.siblings.forget(succeeded)
         return TransferOutcome(succeeded)
 
     def load(
         self, namespace: ObjNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
     ) -> TransferOutcome:
-        blocks = list(zip(keys, slots, strict=True))
-        known = [
-            GroupMember(at, block) for block in blocks if (at := namespace.location(block[0])) is not None
-        ]
-        # What is remembered of a group may be older than the pointer: who is not found there is looked up afresh.
-        missed = self._groups.load(namespace, known)
-        there = {member.block[0] for member in known}.difference(missed)
-        failures = self._load_named(namespace, [block for block in blocks if block[0] not in there])
+        failures: dict[OffloadKey, TierFailure] = {}
+        for key, slot in zip(keys, slots, strict=True):
+            failure = self._read(namespace, key, slot)
+            if failure is not None:
+                failures[key] = failure
         for failure in failures.values():
             self._counters.add(**{failure.value: 1})
         self.losses.on_damaged([key for key, why in failures.items() if why is TierFailure.DAMAGED])
@@ -158,7 +137,6 @@ class ObjBlockStore(BlockStore[ObjNamespace], PageKeeper[ObjNamespace]):
         return self._client.put_new(namespace.document_path, [namespace.identity.document.encode()])
 
     def drop(self, namespace: ObjNamespace, keys: Sequence[OffloadKey]) -> None:
-        # The block, or its pointer into a group, which may hold others and ages by itself.
         self._client.remove([namespace.block_path(key) for key in keys])
 
     def read_page(self, namespace: ObjNamespace) -> bytes | None:
@@ -191,65 +169,49 @@ class ObjBlockStore(BlockStore[ObjNamespace], PageKeeper[ObjNamespace]):
             namespace.drop_description()
             raise
 
-    def _write(self, namespace: ObjNamespace, blocks: Sequence[Block]) -> Collection[OffloadKey]:
-        """Write blocks as one object; return which are held now."""
-        is_group = len(blocks) > 1
-        num_bytes = len(blocks) * (self._rows.block_bytes + (POINTER_BYTES if is_group else 0))
-        if self._evictor is not None and not self._evictor.admit(num_bytes):
-            self._counters.add(declined=len(blocks))
-            return ()
-        num_written = len(blocks)  # what fails may have been written
+    def _write(self, namespace: ObjNamespace, key: OffloadKey, slot: int) -> bool:
+        """Write a block; return whether it is held now."""
+        if self._evictor is not None and not self._evictor.admit(self._block_bytes):
+            self._counters.add(declined=1)
+            return False
+        is_written = True  # what fails may have been written
         try:
-            if is_group:
-                succeeded: Collection[OffloadKey] = self._groups.write(namespace, blocks)
-            else:
-                succeeded = (blocks[0][0],)
-                with_headers = self._rows.with_headers(blocks, namespace.format)
-                num_written = int(self._client.put_new(namespace.block_path(blocks[0][0]), with_headers))
+            sealed = namespace.format.seal(key, self._rows.row(slot), None)
+            is_written = self._client.put_new(namespace.block_path(key), sealed)
         finally:
             if self._evictor is not None:
-                self._evictor.end_write(num_bytes, has_written=num_written > 0)
-        if not num_written:
+                self._evictor.end_write(self._block_bytes, has_written=is_written)
+        if not is_written:
+            self._counters.add(existed=1)
             # Its writer may have been cut off: what is not a whole block there is not held.
-            succeeded = self.contains_batch(namespace, [blocks[0][0]])
-        elif self._evictor is not None and not is_group:
-            self._evictor.on_stored(succeeded, num_bytes)
-        num_existed = len(blocks) - num_written
-        stored_bytes = num_written * self._rows.row_bytes
-        self._counters.add(stored_blocks=num_written, stored_bytes=stored_bytes, existed=num_existed)
-        return succeeded
+            return bool(self.contains_batch(namespace, [key]))
+        if self._evictor is not None:
+            self._evictor.on_stored([key], self._block_bytes)
+        self._counters.add(stored_blocks=1, stored_bytes=self._rows.row_bytes)
+        return True
 
-    def _load_named(self, namespace: ObjNamespace, blocks: Sequence[Block]) -> dict[OffloadKey, TierFailure]:
-        """Read the objects that have the blocks' names, and the groups that they point into."""
-        failures: dict[OffloadKey, TierFailure] = {}
-        members = []
-        for block in blocks:
-            found = self._load_single(namespace, block)
-            if isinstance(found, Location):
-                members.append(GroupMember(found, block))
-            elif found is not None:
-                failures[block[0]] = found
-        for key, header_check in self._groups.load(namespace, members).items():
-            # Its pointer goes and not the group: that may hold others, and ages by itself.
-            failures[key] = self._explain(namespace.block_path(key), header_check)
-        return failures
-
-    def _load_single(self, namespace: ObjNamespace, block: Block) -> TierFailure | Location | None:
-        """Read the object of a block's name: the block, which is landed, or a pointer, which is returned."""
-        key = block[0]
+    def _read(self, namespace: ObjNamespace, key: OffloadKey, slot: int) -> TierFailure | None:
+        """Read a block into its row; return why it is not there, None when it is."""
         path = namespace.block_path(key)
-        fetched = self._client.get(path, self._rows.block_bytes)
+        fetched = self._client.get(path, self._block_bytes)
         if fetched is None:
             return TierFailure.ABSENT
-        envelope = unpack(fetched.body)
-        if isinstance(envelope, Envelope) and envelope.codec == POINTER_CODEC:
-            pointed = unpack_pointer(fetched.body, key, namespace.format)
-            if isinstance(pointed, Location):
-                namespace.on_locations([(key, pointed)])
-                return pointed
-            return self._explain(path, pointed)
-        header_check = self._rows.copy_checked(fetched.body, block, namespace.format)
+        header_check = self._copy_checked(namespace, fetched.body, key, slot)
         return None if header_check is HeaderCheck.OK else self._explain(path, header_check)
+
+    def _copy_checked(
+        self, namespace: ObjNamespace, body: memoryview, key: OffloadKey, slot: int
+    ) -> HeaderCheck:
+        """Copy what was read into the row if it is what was stored under ``key``, otherwise nothing of it."""
+        payload, row = body[ENVELOPE_BYTES:], self._rows.row(slot)
+        header_check = namespace.format.open(body, payload, key, row)
+        if header_check is not HeaderCheck.OK or namespace.format.is_encrypted:
+            return header_check
+        if len(payload) != len(row):
+            return HeaderCheck.DAMAGED
+        # numpy, because it lets other threads run while it copies.
+        np.copyto(np.frombuffer(row, np.uint8), np.frombuffer(payload, np.uint8))
+        return HeaderCheck.OK
 
     def _remove_damaged(self, paths: Iterable[str]) -> None:
         """Remove objects that are no whole block: nothing is loaded from them, and new blocks never replace objects."""
@@ -262,11 +224,10 @@ class ObjBlockStore(BlockStore[ObjNamespace], PageKeeper[ObjNamespace]):
                 )
                 self._counters.add(**{failure.value: 1})
 
-    def _explain(self, path: str, header_check: HeaderCheck | None) -> TierFailure:
-        """Return why a block is not loaded, None being a group that is gone; what is ours to remove goes."""
-        failure = TierFailure.ABSENT if header_check is None else FAILURE_OF_CHECK[header_check]
-        if header_check is not None:
-            logger.warning("tier obj: object %s is %s (%s)", path, failure.value, header_check.value)
+    def _explain(self, path: str, header_check: HeaderCheck) -> TierFailure:
+        """Return why a block is not loaded; what is ours to remove goes."""
+        failure = FAILURE_OF_CHECK[header_check]
+        logger.warning("tier obj: object %s is %s (%s)", path, failure.value, header_check.value)
         if failure is not TierFailure.FOREIGN:
             self._client.remove([path])
         return failure

@@ -25,7 +25,6 @@ from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, requir
 from kvtier.tiering.obj.client import Client
 from kvtier.tiering.obj.evictor import Evictor
 from kvtier.tiering.obj.expiry import ObjectExpiry
-from kvtier.tiering.obj.group import RowsWithHeaders
 from kvtier.tiering.obj.layout import ObjNamespace
 from kvtier.tiering.obj.place import ObjPlace, open_obj_place, probe_obj_place
 from kvtier.tiering.obj.quotas import ObjQuotas, require_quotas_possible
@@ -95,14 +94,14 @@ class ObjTier(ThreadedTier[ObjNamespace], PlaceTier, ProbedTier, MissExplainer):
             evictor = Evictor(client, obj_settings.target.root, most_bytes, counters, expiry, quotas)
         if capacity_bytes is not None:
             self.capacity_blocks = capacity_bytes // (ENVELOPE_BYTES + rows.row_bytes)
-        store = ObjBlockStore(client, RowsWithHeaders(rows), obj_settings, evictor, counters, clock)
+        store = ObjBlockStore(client, rows, obj_settings, evictor, counters, clock)
         self._losses, self._siblings = store.losses, store.siblings
         super().__init__(
             config,
             primary_kv_view,
             settings,
             block_store=store,
-            options=ThreadOptions(obj_settings.num_threads, obj_settings.blocks_per_object, POSITIVE_TTL_S),
+            options=ThreadOptions(obj_settings.num_threads, 1, POSITIVE_TTL_S),
             clock=clock,
             remove_blocks=partial(remove_from_place, partial(open_obj_place, own)),
         )
