@@ -53,6 +53,7 @@ def test_settings_of_a_healthy_engine_are_good_in_both_forms(tmp_path: Path) -> 
         (with_tier(type="fs", root_dir="relative", capacity_bytes=1), "tier 0 (fs)", "absolute"),
         (with_tier(type="fs", root_dir="/dev/null", capacity_bytes=1), "tier 0 (fs)", "no directory"),
         (with_tier(type="slab", path="/no/such/blocks.slab", capacity_bytes="1MiB"), "tier 0 (slab)", "make it first"),
+        (with_tier(type="slab", path="/b.slab", capacity_bytes="1MiB", policy="mq"), "tier 0 (slab)", "write \"lru\""),
         (with_tier(type=OWN_TIER, where="away"), f"tier 0 ({OWN_TIER})", "looked"),
         (with_tier(type=OWN_TIER, where="crash"), f"tier 0 ({OWN_TIER})", "RuntimeError, places.py"),
     ],

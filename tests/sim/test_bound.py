@@ -138,7 +138,7 @@ def assert_bounded(found: Simulation) -> None:
     assert sum(found.total.hit_tokens.values()) <= found.num_bound_tokens
 
 
-@pytest.mark.parametrize("num_blocks", [6, 12, 30])
+@pytest.mark.parametrize("num_blocks", [8, 12, 30])
 def test_every_policy_stays_below_the_bound_on_a_trace_with_reuse(num_blocks: int) -> None:
     prompts = [prompt(20.0 * turn, turn % 3, 10 + turn % 6, 20 + turn % 12, 40 + turn) for turn in range(60)]
     trace = make_trace(prompts, BLOCK_TOKENS)

@@ -237,6 +237,8 @@ def check_tier(
     """Yield what one tier says of its settings and of its backend, and what separates the engine from its blocks."""
     try:
         _, tier_class, common, own = check_tier_config(entry)
+        if common.policy is not None:
+            create_cache_policy(common.policy, 1)
         if is_encrypting:
             require_encryption(entry.get("type", "?"), tier_class, common)
         if not issubclass(tier_class, ProbedTier):
