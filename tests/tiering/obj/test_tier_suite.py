@@ -98,13 +98,3 @@ class TestMemory(TierSuite):
 
     def damage(self, tier: SecondaryTierManager, key: OffloadKey) -> bool:
         return False  # memory of this process
-
-
-class TestMemoryGrouped(TierSuite):
-    """Groups in memory."""
-
-    def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
-        return ObjTier(config, rows, url="memory://", blocks_per_object=8, num_threads=1)
-
-    def damage(self, tier: SecondaryTierManager, key: OffloadKey) -> bool:
-        return False  # memory of this process
