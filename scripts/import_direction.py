@@ -49,7 +49,6 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"connector"}),
     frozenset({"observe", "recording", "engines.common"}),
     frozenset({"sim", "engines"}),
-    frozenset({"planning"}),
     frozenset({"testing"}),
     frozenset({"cli"}),
 )

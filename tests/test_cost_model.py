@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.cost_model import LinkRate, PrefillRate, break_even_tokens, compute_s, load_s, make_link_rate
+from kvtier.cost_model import LinkRate, PrefillRate, break_even_tokens, compute_s, load_s
 from kvtier.errors import ConfigError
 
 RATES = st.floats(1e-6, 1e12)
@@ -49,25 +49,6 @@ def test_a_token_costs_its_own_time_and_that_of_each_token_it_attends_to(
     first_token: int, end_token: int, rate: PrefillRate, expected_s: float
 ) -> None:
     assert compute_s(first_token, end_token, rate) == expected_s
-
-
-@pytest.mark.parametrize(
-    ("latency_s", "num_streams", "num_parts", "expected_s"),
-    [
-        (0.0, 1, 7, 7 * 1.0),
-        (2.0, 1, 1, 3.0),
-        (2.0, 1, 7, 7 * 3.0),
-        (2.0, 3, 1, 3.0),
-        (2.0, 3, 7, 2.0 + 7.0),
-        (2.0, 100, 7, 2.0 + 7.0),
-    ],
-)
-def test_streams_hide_the_latency_of_all_parts_but_the_first(
-    latency_s: float, num_streams: int, num_parts: int, expected_s: float
-) -> None:
-    link = make_link_rate(100.0, latency_s, block_bytes=100, num_streams=num_streams)
-
-    assert link.time_s(num_parts * 100) == pytest.approx(expected_s)
 
 
 @pytest.mark.parametrize(
@@ -122,13 +103,6 @@ def test_a_position_before_the_prompt_is_refused() -> None:
         break_even_tokens(1.0, [], PrefillRate(1.0), first_token=-1)
 
 
-@pytest.mark.parametrize("name", ["block_bytes", "num_streams"])
-def test_a_link_without_parts_or_streams_is_refused(name: str) -> None:
-    sizes = {"block_bytes": 1, "num_streams": 1} | {name: 0}
-    with pytest.raises(ConfigError, match=name):
-        make_link_rate(1.0, 0.0, **sizes)
-
-
 @given(LINKS, LENGTHS, LENGTHS)
 def test_more_bytes_never_take_less_time(links: list[LinkRate], one: int, other: int) -> None:
     assert load_s(min(one, other), links) <= load_s(max(one, other), links)
@@ -166,13 +140,3 @@ def test_a_faster_link_never_needs_a_longer_prefix(
     before, after = break_even_tokens(1000, links, rate), break_even_tokens(1000, faster, rate)
 
     assert before is None or (after is not None and after <= before)
-
-
-@given(RATES, LATENCIES, st.integers(1, 10**9), st.integers(1, 64))
-def test_a_link_of_parts_is_right_for_one_part_and_never_above_its_bandwidth(
-    bytes_per_s: float, latency_s: float, block_bytes: int, num_streams: int
-) -> None:
-    link = make_link_rate(bytes_per_s, latency_s, block_bytes=block_bytes, num_streams=num_streams)
-
-    assert link.bytes_per_s <= bytes_per_s
-    assert link.time_s(block_bytes) == pytest.approx(LinkRate(bytes_per_s, latency_s).time_s(block_bytes))

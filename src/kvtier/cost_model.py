@@ -66,32 +66,6 @@ class PrefillRate:
             raise ConfigError("token_s", self.token_s, "computing takes time: give a number above zero")
 
 
-def make_link_rate(
-    bytes_per_s: float, latency_s: float, *, block_bytes: int, num_streams: int = 1
-) -> LinkRate:
-    """Return the rate of a link that moves blocks, each after a latency, several at the same time. Pure.
-
-    One stream waits for the latency of each block; enough streams hide it behind the bytes of other blocks. The result
-    is exact for one block and for very many; between them it is off by less than one block.
-
-    Args:
-        bytes_per_s: bandwidth of all streams together.
-        latency_s: seconds before the first byte of a block.
-        block_bytes: bytes of a block.
-        num_streams: blocks in flight at the same time.
-
-    Raises:
-        ConfigError: a value is not above zero, or the latency is negative.
-    """
-    for name, value in (("block_bytes", block_bytes), ("num_streams", num_streams)):
-        if value < 1:
-            raise ConfigError(name, value, "must be a whole number from 1")
-    link = LinkRate(bytes_per_s, latency_s)
-    block_s = link.time_s(block_bytes)
-    sustained_bytes_per_s = min(bytes_per_s, num_streams * block_bytes / block_s)
-    return LinkRate(sustained_bytes_per_s, max(0.0, block_s - block_bytes / sustained_bytes_per_s))
-
-
 def load_s(num_bytes: float, links: Sequence[LinkRate]) -> float:
     """Return the seconds to move ``num_bytes`` over ``links``, one after the other. Pure.
 

@@ -20,7 +20,6 @@ MAX_LINE_CHARS = 1000
 TRACE = '{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}\n'
 
 BASES: dict[str, list[str]] = {
-    "plan": ["plan", "--example", "chat", "--requests", "2", "--model", "Llama-3.1-8B"],
     "simulate": ["simulate", "--example", "chat", "--requests", "2"],
     "demo": ["demo", "--tier", "no-such-tier"],
     "purge": ["purge", "{place}", "--dry-run"],
@@ -35,11 +34,6 @@ BASES: dict[str, list[str]] = {
 """How a command is begun, before what is tried on it; demo ends before it loads a model."""
 
 WORDS_OF = [
-    *(("plan", option) for option in (
-        "--format", "--seed", "--config", "--layers", "--kv-heads", "--head-size", "--dtype", "--kv-dtype",
-        "--kv-bytes-per-token", "--hit-ratio", "--ttft-p90", "--prices", "--media", "--max-tiers", "--host-max",
-        "--policy", "--device", "--prefill", "--decode", "--max-running", "--gpus", "--requests", "--html",
-    )),
     *(("simulate", option) for option in (
         "--format", "--seed", "--device", "--host", "--tier", "--tier-setting", "--policy", "--store-threshold",
         "--load-if", "--hints", "--hint-noise", "--sweep", "--kv-bytes-per-token", "--prefill", "--decode",
@@ -66,9 +60,7 @@ WORDS_OF = [
 """Commands and those of their options and arguments ("") that take a name or a number."""
 
 FILES_OF = [
-    ("plan", "--config"),
-    ("plan", "--prices"),
-    ("plan", ""),
+    ("size", ""),
     ("simulate", ""),
     ("demo", "--docs"),
     ("demo", "--trace"),
@@ -104,8 +96,8 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def command_line(command: str, option: str, value: str, directory: Path) -> list[str]:
     """Return the words of a command with one value in them."""
     base = BASES.get(command, [command])
-    if not option and command in {"plan", "simulate", "verify", "purge"}:
-        base = [command, *(["--model", "Llama-3.1-8B"] if command == "plan" else [])]
+    if not option and command in {"simulate", "verify", "purge"}:
+        base = [command]
     (directory / "place").mkdir(exist_ok=True)
     places = {"{place}": str(directory / "place"), "{out}": str(directory / "out")}
     words = [places.get(word, word) for word in base]
@@ -154,8 +146,9 @@ def test_a_file_that_cannot_be_is_refused_in_a_line(
     "words",
     [
         ["doctor", "--config", "{pipe}"],
-        ["plan", "{pipe}", "--model", "Llama-3.1-8B"],
-        ["plan", "--example", "chat", "--model", "Llama-3.1-8B", "--prices", "{deep}"],
+        ["simulate", "{pipe}"],
+        ["size", "{pipe}"],
+        ["size", "{deep}"],
         ["simulate", "--example", "chat", "--requests", "9" * 5000],
         ["inspect", "{"],
         ["why", "x" * 100_000],

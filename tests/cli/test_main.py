@@ -99,6 +99,17 @@ def test_wrong_arguments_end_with_status_two(
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize(("name", "instead"), [("plan", "kvtier size"), ("models", "page of results")])
+def test_a_removed_command_says_what_to_use_instead(
+    name: str, instead: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert program.main([name, "--json"]) == 2
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"kvtier: COMMAND='{name}': was removed: ")
+    assert instead in line
+
+
 @pytest.mark.parametrize(
     "error",
     [

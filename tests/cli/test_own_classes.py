@@ -101,23 +101,11 @@ def test_a_policy_of_one_s_own_orders_a_simulated_tier(packages: Path, trace: Pa
     assert own == offered != lru
 
 
-def test_a_plan_takes_a_policy_of_one_s_own(packages: Path, trace: Path) -> None:
-    def planned(policy: str) -> object:
-        numbers = packages.parent / "plan.json"
-        sizes = ["--kv-bytes-per-token", "1Ki", "--device", "1Mi", "--hit-ratio", "0.1"]
-        done = kvtier(packages, "plan", str(trace), *sizes, "--policy", policy, "--json", str(numbers))
-        assert done.returncode == 0, done.stderr
-        return json.loads(numbers.read_text().replace(policy, "POLICY"))
-
-    assert planned("own_package.parts:Mine") == planned("mine") != planned("lru")
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
         ["simulate", "TRACE", "--policy", "lru,own_package.parts:Mien"],
         ["simulate", "TRACE", "--tier", "a:2Gi:1G/s", "--tier-setting", "a.policy=own_package.parts:Mien"],
-        ["plan", "TRACE", "--kv-bytes-per-token", "1Ki", "--policy", "own_package.parts:Mien"],
         ["demo", "--tier", "own_package.parts:Mien"],
     ],
 )

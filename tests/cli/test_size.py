@@ -9,7 +9,7 @@ from rich.console import Console
 
 from kvtier.cli import size as command
 from kvtier.cli.main import main
-from kvtier.planning.known_models import list_models
+from kvtier.sim.known_models import list_models
 
 PAGE = Path(__file__).parents[2] / "docs/guide/sizing.md"
 CONFIG = {
@@ -134,10 +134,10 @@ def test_a_wrong_argument_is_one_line_and_status_2(
     assert printed.out == ""
 
 
-def test_a_model_with_states_is_refused_without_options_that_do_not_exist(
+def test_a_model_with_states_of_an_unknown_kind_is_refused_with_a_remedy(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIG | {"attn_layer_period": 8}))
 
     assert main(["size", str(folder)]) == 2
-    assert "--layers" not in capsys.readouterr().err
+    assert "attn_layer_period=8: some layers store states" in capsys.readouterr().err

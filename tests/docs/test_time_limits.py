@@ -20,7 +20,7 @@ ROW = re.compile(
     r"^\| `(\w+)`(?: of (?:the )?`?([\w ]+?)`?)? \| `([\d.]+)` \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE
 )
 
-WITHOUT_LIMITS = ("cli", "planning", "sim", "testing", "cpu/policies")
+WITHOUT_LIMITS = ("cli", "sim", "testing", "cpu/policies")
 """Folders whose times are those of a program or a model, not limits of a running engine."""
 
 UPPER_ENDS = frozenset({"MIN_TTL_S", "MAX_TTL_S", "MAX_TIMEOUT_S", "MAX_JOB_TIMEOUT_S"})

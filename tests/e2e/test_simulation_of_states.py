@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from tests.e2e.test_simulation_agrees import BLOCK_TOKENS, DRAIN_S, PAUSE_S, SPEED, make_prompts
+from tests.engines.transformers.tiny_models import build_tiny_model
 
 from kvtier.engines.transformers import EngineConfig, KVTierEngine
-from kvtier.engines.transformers.tiny_models import build_tiny_model
 from kvtier.sim.formats.registry import read_trace
 from kvtier.sim.model import EngineModel, HostModel, KeptStates
 from kvtier.sim.simulate import simulate

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.planning.evaluator import NO_TIME, ChainReplay, replay_chain
+from kvtier.sim.chain_replay import NO_TIME, ChainReplay, replay_chain
 from kvtier.sim.clients import (
     EXACT,
     HOSTILE_RETURN_S,

@@ -83,14 +83,6 @@ def test_the_reuse_filter_keeps_what_was_named_once_out() -> None:
     assert replay_host(prompts, HostCache(4, store_threshold=2)).num_hits == 2
 
 
-def test_each_replayed_request_is_reported() -> None:
-    seen: list[int] = []
-
-    replay_host(trace_of((1,), (2,)), HostCache(4), on_request=lambda: seen.append(1))
-
-    assert len(seen) == 2
-
-
 def test_a_share_of_the_unique_blocks_is_rounded_to_the_nearest_and_is_one_block_at_least() -> None:
     trace = trace_of(tuple(range(10)))
 

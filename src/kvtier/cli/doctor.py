@@ -58,7 +58,7 @@ EXTRAS = {
     "transformers": ("transformers", "embedded engine"),
     "matplotlib": ("plot", "pictures"),
     "prometheus_client": ("observe", "metrics for Prometheus"),
-    "plotly": ("plot", "pages of simulate and plan"),
+    "plotly": ("plot", "pages of simulate"),
 }
 """Module -> the extra of the package that installs it, and its purpose."""
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvtier.errors import KVTierError, MissingExtraError
+from kvtier.errors import ConfigError, KVTierError, MissingExtraError
 
 if TYPE_CHECKING:
     import typer
@@ -75,13 +75,7 @@ COMMANDS = (
     Command("drain", "kvtier.cli.live.steer", "Wait until a running engine's tiers have what is pending."),
     Command("inspect", "kvtier.cli.place.inspect", "Show what a tier has stored: whose, how much, how old."),
     Command("keys", "kvtier.cli.keys", "Manage the keys of encrypted tiers; drop a tenant's."),
-    Command(
-        "models", "kvtier.cli.models", "Try which models of transformers are served, and from which tiers."
-    ),
     Command("pin", "kvtier.cli.live.steer", "Keep a prefix in a running engine's host memory for a time."),
-    Command(
-        "plan", "kvtier.cli.plan.command", "Find the cheapest tiers that give a request trace what it needs."
-    ),
     Command("prefetch", "kvtier.cli.live.steer", "Bring a prefix from the tiers into host memory."),
     Command("ps", "kvtier.cli.live.overview", "List the engines that run, and how full their tiers are."),
     Command("purge", "kvtier.cli.place.purge", "Remove blocks that a tier has stored."),
@@ -97,6 +91,14 @@ COMMANDS = (
     Command("verify", "kvtier.cli.place.verify", "Read what a tier has stored and check every checksum."),
     Command("why", "kvtier.cli.why", "Say why prompt tokens were computed, and what to do."),
 )
+
+REMOVED_COMMANDS = {
+    "models": "was removed: the page of results 'Models that were tried' lists them, and an engine of transformers "
+    "refuses a model that it cannot serve",
+    "plan": "was removed: kvtier size says how much memory a model's tokens take, and kvtier simulate --sweep what "
+    "each size of host memory or a tier finds",
+}
+"""Commands of earlier releases -> what to use instead."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -120,8 +122,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Parse ``arguments`` and run the command. Errors of the command are not caught."""
+    """Parse ``arguments`` and run the command. Errors of the command are not caught.
+
+    Raises:
+        ConfigError: the command was removed.
+    """
     invoked = next((argument for argument in arguments if not argument.startswith("-")), None)
+    if invoked in REMOVED_COMMANDS:
+        raise ConfigError("COMMAND", invoked, REMOVED_COMMANDS[invoked])
     try:
         make_app(invoked)(args=list(arguments), prog_name="kvtier")
     except SystemExit as ended:

@@ -8,19 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtier.cli.option_names import naming_options
 from kvtier.cli.output import make_console, make_table, print_line
 from kvtier.errors import ConfigError
-from kvtier.planning.known_models import SizedModel, find_model, list_models
 from kvtier.quantities import parse_bytes
+from kvtier.sim.known_models import SizedModel, find_model, list_models
 
 GIB = 2**30
 HOST_SIZES = "64GiB,256GiB,1TiB"
 PROMPT_TOKENS = 8192
 """Tokens of the example prompt: a long document or a dozen turns of a chat."""
-
-OPTION_NAMES = {"--config": "MODEL", "--kv-dtype": "--dtype"}
-"""Names in the errors of a model's shape -> what the user of this command wrote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +83,7 @@ def size(
     if not labels:
         raise ConfigError("--host", host, "give at least one size, such as 64GiB")
     host_sizes = [parse_bytes("--host", label) for label in labels]
-    with naming_options(OPTION_NAMES):
-        models = list_models(dtype) if model is None else (find_model(model, dtype),)
+    models = list_models(dtype) if model is None else (find_model(model, dtype),)
     if state_interval is not None:
         models = tuple(replace(one, shape=one.shape.with_state_interval(state_interval)) for one in models)
     sizes = [ModelSize(one, tp, one.shape.stored_bytes_per_token(tp)) for one in models]

@@ -1,10 +1,8 @@
-"""The traffic of ``kvtier simulate`` and ``kvtier plan``: a trace file, or made-up traffic for a beginning."""
+"""The traffic of ``kvtier simulate`` and ``kvtier why``: a trace file, or made-up traffic for a beginning."""
 
-import importlib.metadata
-import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -12,7 +10,7 @@ from kvtier.cli.option_names import naming_options
 from kvtier.errors import ConfigError, UnknownNameError
 from kvtier.sim.formats.registry import TRACE_FORMATS, read_trace
 from kvtier.sim.made_up import make_agents, make_chat
-from kvtier.sim.model import BUSY_SHARE, BUSY_STRETCH_S, DEFAULT_PREFILL_TOKENS_PER_S, EngineModel
+from kvtier.sim.model import BUSY_SHARE, BUSY_STRETCH_S, DEFAULT_PREFILL_TOKENS_PER_S
 from kvtier.sim.trace import Trace, make_trace
 
 TRACE_OPTIONS = {"trace format": "--format"}
@@ -91,40 +89,6 @@ def choose_memory(example: str | None, device: str | None, host: str | None) -> 
     return device or (found.device if found else DEFAULT_DEVICE), host or (
         found.host if found else DEFAULT_HOST
     )
-
-
-def inputs_to_json(
-    command: Sequence[str], trace_name: str, trace: Trace, engine: EngineModel, *, is_rate_derived: bool
-) -> dict[str, Any]:  # Any: JSON
-    """Return the inputs of a run as JSON objects: version, command, trace and engine.
-
-    Args:
-        command: the words of the command line.
-        trace_name: the name of the trace for users.
-        trace: the requests.
-        engine: the engine that serves them.
-        is_rate_derived: whether its rate of computing prompts was derived from the trace.
-    """
-    return {
-        "kvtier": importlib.metadata.version("kvtier"),
-        "command": shlex.join(command),
-        "trace": {
-            "name": trace_name,
-            "num_requests": len(trace.requests),
-            "duration_s": trace.duration_s,
-            "block_tokens": trace.block_tokens,
-            "num_accesses": trace.num_accesses,
-            "num_unique_blocks": trace.num_unique_blocks,
-        },
-        "engine": {
-            "block_bytes": engine.block_bytes,
-            "device_blocks": engine.num_device_blocks,
-            "prefill_tokens_per_s": engine.prefill_tokens_per_s,
-            "is_prefill_derived": is_rate_derived,
-            "decode_tokens_per_s": engine.decode_tokens_per_s,
-            "max_running": engine.max_running,
-        },
-    }
 
 
 def describe_rate(tokens_per_s: float) -> str:

@@ -20,7 +20,6 @@ its stores, as the connector does. That is before the writes complete: for polic
 in flight is still the first use.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtier.base import OffloadingManager, OffloadKey, ReqContext
@@ -98,13 +97,12 @@ def blocks_of_share(trace: Trace, share: float) -> int:
     return max(1, round(share * trace.num_unique_blocks))
 
 
-def replay_host(trace: Trace, cache: HostCache, on_request: Callable[[], object] | None = None) -> HostReplay:
+def replay_host(trace: Trace, cache: HostCache) -> HostReplay:
     """Replay ``trace`` through ``cache`` by the rules above.
 
     Args:
         trace: the requests.
         cache: the primary tier; it starts empty.
-        on_request: called after each request, for a progress bar.
 
     Raises:
         ConfigError: the capacity or a chunk is below one block.
@@ -126,8 +124,6 @@ def replay_host(trace: Trace, cache: HostCache, on_request: Callable[[], object]
         now_s = request.arrival_s
         context = ReqContext(str(number), clients.hints_of(request, number))
         num_hits += serve(manager, block_keys.of(request.hash_ids), context, cache.chunk_blocks)
-        if on_request is not None:
-            on_request()
     stats = manager.stats()
     return HostReplay(
         num_requests=len(trace.requests),

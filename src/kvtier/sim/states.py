@@ -5,16 +5,15 @@ and one for each state that is kept. The latter are found by others under a name
 cached, as soon as a later one is computed.
 
 A page holds the keys and values of a block, or a state. ``merge_into_pages`` makes the blocks of a trace as long as
-that asks for; ``list_pages`` says which pages its requests use.
+that asks for.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from kvtier.engines.common.block_pool import DeviceBlockPool
 from kvtier.sim.model import EngineModel, KeptStates
-from kvtier.sim.request import NO_BLOCK, SimulatedRequest, make_request
-from kvtier.sim.trace import Trace, TraceRequest, make_trace, merge_blocks
+from kvtier.sim.request import NO_BLOCK, SimulatedRequest
+from kvtier.sim.trace import Trace, merge_blocks
 
 STATE_GROUP = 1
 """Index of the KV group of the states; keys and values are group 0."""
@@ -151,23 +150,3 @@ def merge_into_pages(
         fitting = (size for size in range(num_blocks, num_in_interval) if num_in_interval % size == 0)
         num_blocks = next(fitting, num_in_interval)
     return merge_blocks(trace, num_blocks)
-
-
-def list_pages(trace: Trace, kept: KeptStates | None) -> Trace:
-    """Return ``trace`` with an id for each page: those of its blocks, and those of the states that are kept. Pure.
-
-    A state has the negative id of the block that it comes after, less one, and stands behind it.
-    """
-    if kept is None:
-        return trace
-
-    def pages_of(number: int, request: TraceRequest) -> TraceRequest:
-        ends = set(
-            list_kept_blocks(make_request(number, request, trace.block_tokens), kept, trace.block_tokens)
-        )
-        pages: list[int] = []
-        for block, hash_id in enumerate(request.hash_ids):
-            pages += [hash_id, -1 - hash_id] if block in ends else [hash_id]
-        return replace(request, hash_ids=tuple(pages))
-
-    return make_trace((pages_of(*one) for one in enumerate(trace.requests)), trace.block_tokens)

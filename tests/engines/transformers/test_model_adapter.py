@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from tests.cache_name import CACHE_NAME
+from tests.engines.transformers.tiny_models import build_tiny_model
+from tests.engines.transformers.trial import Outcome, try_model
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -21,8 +23,6 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, L
 
 from kvtier.engines.transformers import model_adapter, sequence_cache
 from kvtier.engines.transformers.model_adapter import EMPTY_LAYER_NAMES, ModelAdapter
-from kvtier.engines.transformers.tiny_models import build_tiny_model
-from kvtier.engines.transformers.trial import Outcome, try_model
 from kvtier.errors import ModelError
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.engines.transformers.conftest import make_llama
+from tests.engines.transformers.tiny_models import build_tiny_model, list_model_types
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from kvtier.engines.transformers.config import EngineConfig
@@ -19,7 +20,6 @@ from kvtier.engines.transformers.model_facts import (
     read_usual_facts,
 )
 from kvtier.engines.transformers.model_watch import ModelLook, TensorLook
-from kvtier.engines.transformers.tiny_models import build_tiny_model, list_model_types
 from kvtier.errors import ModelError
 
 ORIGINAL_LENGTH = 16

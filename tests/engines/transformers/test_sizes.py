@@ -1,12 +1,12 @@
 """``kvtier size`` reads from a configuration what the engine measures on a model that was built from it."""
 
 import pytest
+from tests.engines.transformers.tiny_models import build_tiny_model
 
 from kvtier.engines.transformers.model_adapter import ModelAdapter
-from kvtier.engines.transformers.tiny_models import build_tiny_model
 from kvtier.errors import ConfigError
-from kvtier.planning.model_shape import shape_of_config
-from kvtier.planning.state_shape import FAMILIES
+from kvtier.sim.model_shape import shape_of_config
+from kvtier.sim.state_shape import FAMILIES
 
 ALSO_BUILT = ("olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 """Architectures that are known by their fields and not by their type."""

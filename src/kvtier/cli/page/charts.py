@@ -85,7 +85,6 @@ class LineChart:
         panels: at least one.
         x_ticks: positions with labels; empty: chosen by the axis.
         is_log_x: whether equal distances on the x axis are equal ratios.
-        is_log_y: the same for the y axis.
         y_max: upper end of the axis; None: chosen by the values.
         mark: a place on the x axis; None: none.
     """
@@ -98,7 +97,6 @@ class LineChart:
     panels: tuple[Panel, ...]
     x_ticks: tuple[tuple[float, str], ...] = ()
     is_log_x: bool = False
-    is_log_y: bool = False
     y_max: float | None = None
     mark: Mark | None = None
 

@@ -123,9 +123,7 @@ def _draw_panel(chart: LineChart, panel: Panel) -> Figure:
         )
     values = [value for line in panel.lines for value in line.y]
     is_high = min(values) > HIGH * max(values)
-    figure.update_yaxes(
-        rangemode="normal" if is_high else "tozero", type="log" if chart.is_log_y else "linear"
-    )
+    figure.update_yaxes(rangemode="normal" if is_high else "tozero")
     if chart.y_max is not None:
         figure.update_yaxes(range=[0, chart.y_max * 1.02])
     if chart.is_log_x:

@@ -1,10 +1,11 @@
 """Simulations of one trace side by side, with their inputs."""
 
+import importlib.metadata
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier.cli.traces import inputs_to_json
 from kvtier.sim.model import EngineModel, HostModel
 from kvtier.sim.results import DEVICE, HOST, Simulation
 from kvtier.sim.sweep import Case, Size, Sweep
@@ -77,15 +78,30 @@ class Comparison:
 
     def inputs_to_json(self) -> dict[str, Any]:  # Any: JSON
         """Return version, command, trace, capacities and engine as JSON objects."""
-        inputs = inputs_to_json(
-            self.command, self.trace_name, self.trace, self.engine, is_rate_derived=self.is_rate_derived
-        )
+        trace, engine = self.trace, self.engine
         return {
-            **inputs,
+            "kvtier": importlib.metadata.version("kvtier"),
+            "command": shlex.join(self.command),
+            "trace": {
+                "name": self.trace_name,
+                "num_requests": len(trace.requests),
+                "duration_s": trace.duration_s,
+                "block_tokens": trace.block_tokens,
+                "num_accesses": trace.num_accesses,
+                "num_unique_blocks": trace.num_unique_blocks,
+            },
+            "engine": {
+                "block_bytes": engine.block_bytes,
+                "device_blocks": engine.num_device_blocks,
+                "prefill_tokens_per_s": engine.prefill_tokens_per_s,
+                "is_prefill_derived": self.is_rate_derived,
+                "decode_tokens_per_s": engine.decode_tokens_per_s,
+                "max_running": engine.max_running,
+            },
             "is_saturated": bool(self.saturated),
             "capacities": {
-                "block_bytes": self.engine.block_bytes,
-                "device_blocks": self.engine.num_device_blocks,
+                "block_bytes": engine.block_bytes,
+                "device_blocks": engine.num_device_blocks,
                 "host_blocks": self.host.num_blocks,
                 "tier_blocks": {tier.name: tier.num_blocks for tier in self.host.tiers},
             },

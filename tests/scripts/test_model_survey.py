@@ -1,22 +1,18 @@
-"""``kvtier models`` tries each model in a process of its own, and a row says what came of it."""
+"""The survey tries each model in a process of its own, and a row says what came of it."""
 
-import json
 import os
 import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-import torch
-from tests.engines.transformers.conftest import make_llama
-from typer.testing import CliRunner
+from tests.engines.transformers import trial
+from tests.engines.transformers.tiny_models import build_tiny_model, list_model_types
+from tests.engines.transformers.trial import ORIGINS, Outcome, Trial, try_model
 
-from kvtier.cli import models
-from kvtier.cli.main import main, make_app
-from kvtier.cli.models import Subject, make_page, row_as_json, run_one, try_all
-from kvtier.engines.transformers.tiny_models import build_tiny_model, list_model_types
-from kvtier.engines.transformers.trial import ORIGINS, Outcome, Trial, try_model
 from kvtier.errors import ModelError, UnknownNameError
+from scripts import model_survey
+from scripts.model_survey import main, make_page, run_one, try_all
 
 
 def test_a_page_has_a_row_for_each_model_whatever_came_of_it() -> None:
@@ -35,19 +31,6 @@ def test_a_page_has_a_row_for_each_model_whatever_came_of_it() -> None:
     assert max(map(len, page.splitlines()[10:])) < 260
 
 
-def test_a_row_is_plain_values_in_json() -> None:
-    row = Trial("good", Outcome.SERVED, "", {"host": 64}, {"host": True}, 768)
-    assert json.loads(json.dumps(row_as_json(row))) == {
-        "model_type": "good",
-        "outcome": "served",
-        "reason": "",
-        "found": {"host": 64},
-        "equal": {"host": True},
-        "token_bytes": 768,
-        "state_bytes": 0,
-    }
-
-
 def test_most_architectures_of_transformers_are_in_the_table() -> None:
     assert len(list_model_types()) >= 150
     assert {"llama", "qwen3_next", "mamba2", "falcon_h1", "bamba", "jamba", "deepseek_v3"} <= set(
@@ -58,7 +41,8 @@ def test_most_architectures_of_transformers_are_in_the_table() -> None:
 def test_an_unknown_architecture_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'llama'"):
         build_tiny_model("lama")
-    assert main(["models", "lama"]) == 2
+    with pytest.raises(UnknownNameError, match="did you mean 'llama'"):
+        main(["lama"])
 
 
 @pytest.mark.parametrize(
@@ -79,37 +63,37 @@ def test_a_trial_compares_every_origin_with_plain_generate(
 
 
 def test_a_wrong_answer_is_a_row_that_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.engines.transformers.trial.generate_plainly", lambda *_: [0] * 12)
+    monkeypatch.setattr(trial, "generate_plainly", lambda *_: [0] * 12)
     row = try_model(build_tiny_model("llama"), tmp_path, 8)
     assert row.outcome is Outcome.DIFFERS
     assert "another answer from fs" in row.reason
 
 
-def crash(_subject: Subject, _answer: Connection) -> None:
+def crash(_model_type: str, _answer: Connection) -> None:
     os._exit(9)
 
 
-def hang(_subject: Subject, _answer: Connection) -> None:
+def hang(_model_type: str, _answer: Connection) -> None:
     signal.pause()
 
 
-def fail_to_build(_subject: Subject) -> Trial:
+def fail_to_build(_model_type: str, _folder: Path) -> Trial:
     raise ModelError("no such thing")
 
 
 @pytest.mark.slow
 def test_a_crash_costs_its_own_row_and_the_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    (good,) = try_all([Subject(model_type="llama")], 1, max_trial_s=None)
+    (good,) = try_all(["llama"], 1, max_trial_s=60.0)
     assert good.outcome is Outcome.SERVED
-    monkeypatch.setattr(models, "run_one", crash)
-    (bad,) = try_all([Subject(model_type="llama")], 1, max_trial_s=None)
+    monkeypatch.setattr(model_survey, "run_one", crash)
+    (bad,) = try_all(["llama"], 1, max_trial_s=60.0)
     assert (bad.outcome, bad.reason) == (Outcome.FAILED, "its process ended with 9: a crash, or no memory")
 
 
 @pytest.mark.slow
 def test_a_trial_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "run_one", hang)
-    (row,) = try_all([Subject(model_type="llama")], 1, max_trial_s=0.0)
+    monkeypatch.setattr(model_survey, "run_one", hang)
+    (row,) = try_all(["llama"], 1, max_trial_s=0.0)
     assert (row.outcome, row.reason) == (Outcome.FAILED, "had not ended after 0 s")
 
 
@@ -121,28 +105,7 @@ def test_an_exception_of_a_model_is_a_row(monkeypatch: pytest.MonkeyPatch) -> No
             self.sent = row
 
     pipe = Pipe()
-    monkeypatch.setattr(models, "_try", fail_to_build)
+    monkeypatch.setattr(model_survey, "try_architecture", fail_to_build)
     monkeypatch.setattr(os, "dup2", lambda *_: None)
-    run_one(Subject(model_type="odd"), pipe)  # type: ignore[arg-type]  # stands in for a pipe
+    run_one("odd", pipe)  # type: ignore[arg-type]  # stands in for a pipe
     assert (pipe.sent.outcome, pipe.sent.reason) == (Outcome.FAILED, "ModelError: no such thing")
-
-
-@pytest.mark.slow
-def test_a_model_of_ones_own_is_tried_from_its_folder(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    make_llama().save_pretrained(tmp_path / "model")
-    result = CliRunner().invoke(make_app("models"), ["models", "--model", str(tmp_path / "model"), "--json"])
-    assert result.exit_code == 0
-    (row,) = json.loads(result.stdout)
-    assert (row["model_type"], row["outcome"]) == ("llama", "served")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["--model", "/nowhere"], ["llama", "--model", "."], ["--out", "/nowhere/page.md", "llama"]],
-)
-def test_what_cannot_be_tried_is_refused_at_once(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["models", *arguments]) == 2
-    assert "kvtier: " in capsys.readouterr().err

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvtier.errors import ConfigError
-from kvtier.planning.config_fields import ConfigFields, parse_dtype
+from kvtier.sim.config_fields import GUIDE, ConfigFields, parse_dtype
 
 STATE_KINDS = frozenset({"linear_attention", "mamba", "conv"})
 """Names of layers that keep a state and no keys."""
@@ -151,14 +151,14 @@ def list_kinds(fields: ConfigFields, family: StateFamily) -> tuple[str, list[str
         if listed is None:
             continue
         if not isinstance(listed, list) or not all(isinstance(kind, str) for kind in listed):
-            raise ConfigError(field, listed, f"must name the kind of each layer: {fields.guide}")
+            raise ConfigError(field, listed, f"must name the kind of each layer: {GUIDE}")
         return field, listed
     pattern = fields.get("hybrid_override_pattern")
     if pattern is None:
         return "num_hidden_layers", family.list_kinds(fields)
     if not isinstance(pattern, str) or not set(pattern) <= PATTERN_KINDS.keys():
         letters = " ".join(PATTERN_KINDS)
-        raise ConfigError("hybrid_override_pattern", pattern, f"must be of {letters} alone: {fields.guide}")
+        raise ConfigError("hybrid_override_pattern", pattern, f"must be of {letters} alone: {GUIDE}")
     return "hybrid_override_pattern", [PATTERN_KINDS[letter] for letter in pattern]
 
 
@@ -166,7 +166,7 @@ def refuse_states(fields: ConfigFields) -> None:
     """Raise ConfigError where a field says that a model, of an unknown kind, keeps states."""
     for field in STATE_FIELDS:
         if fields.get(field):
-            remedy = f"some layers store states, not keys and values: {fields.guide}"
+            remedy = f"some layers store states, not keys and values: {GUIDE}"
             raise ConfigError(field, fields.get(field), remedy)
 
 
@@ -178,8 +178,8 @@ def _every(kind: str) -> Callable[[ConfigFields], list[str]]:
     return lambda fields: [kind] * fields.num_layers()
 
 
-def _listed_only(fields: ConfigFields) -> list[str]:
-    raise ConfigError("layer_types", None, f"is missing in the config: {fields.guide}")
+def _listed_only(_: ConfigFields) -> list[str]:
+    raise ConfigError("layer_types", None, f"is missing in the config: {GUIDE}")
 
 
 def _last_of_each(field: str) -> Callable[[ConfigFields], list[str]]:
@@ -208,7 +208,7 @@ def _jamba_kinds(fields: ConfigFields) -> list[str]:
 def _kimi_kinds(fields: ConfigFields) -> list[str]:
     described = fields.get("linear_attn_config")
     if not isinstance(described, Mapping):
-        raise ConfigError("linear_attn_config", described, f"must describe the layers: {fields.guide}")
+        raise ConfigError("linear_attn_config", described, f"must describe the layers: {GUIDE}")
     named = fields.numbers("full_attn_layers", described.get("full_attn_layers"))
     return _mark_attention(fields, lambda layer: layer + 1 in named)
 

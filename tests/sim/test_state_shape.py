@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.planning.model_shape import shape_of_config
+from kvtier.sim.model_shape import shape_of_config
 
 Config = dict[str, Any]  # Any: JSON
 
@@ -197,10 +197,9 @@ def test_states_weigh_what_the_fields_of_a_published_configuration_say(
     shape = shape_of_config(config)
 
     assert shape.states is not None
-    assert shape.growing_bytes_per_token == bytes_of_a_token
+    assert sum(group.num_layers * group.bytes_per_token for group in shape.layers) == bytes_of_a_token
     assert shape.states.num_layers == num_states
     assert shape.states.bytes_of_state == bytes_of_a_state
-    assert shape.load_bytes(1000) == 1000 * bytes_of_a_token + num_states * bytes_of_a_state
     assert any(f"{num_states} layers keep a recurrent state" in line for line in shape.assumptions)
 
 

@@ -1,4 +1,4 @@
-"""Bytes of keys and values per token, for a model described by its dimensions or by its ``config.json``.
+"""Bytes of keys and values per token, for a model described by its ``config.json``.
 
 There are four kinds of layers:
 
@@ -8,7 +8,7 @@ There are four kinds of layers:
 - recurrent layers: one state, of which a copy is kept each so many tokens (``state_shape``).
 
 Each assumption about a missing value is kept as a sentence. Models that this cannot express, such as those with
-recurrent states of unknown kinds, are refused: a wrong number of bytes would make the whole plan wrong.
+recurrent states of unknown kinds, are refused: a wrong number of bytes would give a wrong size of host memory.
 
 Source: of vLLM's block, ``update_block_size_for_backend`` of vLLM 0.32.
 """
@@ -22,8 +22,8 @@ from typing import Any
 
 from kvtier.errors import ConfigError
 from kvtier.input_files import parse_json, read_text_file
-from kvtier.planning.config_fields import ConfigFields, parse_dtype
-from kvtier.planning.state_shape import (
+from kvtier.sim.config_fields import GUIDE, ConfigFields, parse_dtype
+from kvtier.sim.state_shape import (
     StateFamily,
     StateLayers,
     attention_kinds,
@@ -49,8 +49,6 @@ BLOCK_STEP_TOKENS = 16
 STATES_ALONE_TOKENS = 1024
 """Tokens between two states of a model that has nothing else: those of the transformers engine. With vLLM's blocks of
 16 tokens, the densest that it can keep, states would take megabytes a token."""
-
-GUIDE = "describe it with --layers, --kv-heads, --head-size and --dtype, or give --kv-bytes-per-token"
 
 
 class Reach(Enum):
@@ -106,17 +104,11 @@ class ModelShape:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of a stored token, kept states included. kvtier stores each layer's part, also of a window layer."""
-        return self.attention_bytes_per_token + (self.states.bytes_per_token if self.states else 0)
+        return sum(group.num_layers * group.bytes_per_token for group in self.layers) + self._state_bytes
 
     @property
-    def attention_bytes_per_token(self) -> int:
-        """Bytes of a stored token's keys and values, kept states left out."""
-        return sum(group.num_layers * group.bytes_per_token for group in self.layers)
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the states of all layers after one token; 0 without any."""
-        return self.states.bytes_kept if self.states else 0
+    def _state_bytes(self) -> int:
+        return self.states.bytes_per_token if self.states else 0
 
     def with_state_interval(self, num_tokens: int) -> "ModelShape":
         """Return the same model with a state kept each so many tokens. Pure.
@@ -132,21 +124,8 @@ class ModelShape:
             raise ConfigError("--state-interval", num_tokens, "must be at least one token")
         return replace(self, states=replace(self.states, interval_tokens=num_tokens))
 
-    @property
-    def growing_bytes_per_token(self) -> int:
-        """Bytes of a token in layers that read the whole prompt."""
-        whole = (group for group in self.layers if group.window_tokens is None)
-        return sum(group.num_layers * group.bytes_per_token for group in whole)
-
-    @property
-    def bounded_bytes(self) -> int:
-        """Bytes of all window layers for a prompt longer than every window."""
-        return sum(
-            group.num_layers * group.bytes_per_token * (group.window_tokens or 0) for group in self.layers
-        )
-
-    def with_workers(self, tensor_parallel_size: int, *, shares_copies: bool = True) -> "ModelShape":
-        """Return the same model as all workers of an engine store it together, copies included. Pure.
+    def stored_bytes_per_token(self, tensor_parallel_size: int, *, shares_copies: bool = True) -> int:
+        """Return the bytes of a token that all workers of an engine store together, copies included. Pure.
 
         What consecutive workers hold of every group (a latent, a KV head) is stored once, as kvtier does under vLLM.
         States belong to one worker each, so with these each worker stores what it holds.
@@ -166,31 +145,18 @@ class ModelShape:
                 raise ConfigError("--tp", tensor_parallel_size, remedy)
             num_copies.append(max(1, tensor_parallel_size // group.num_kv_heads))
         num_shared = math.gcd(*num_copies) if shares_copies and num_copies and self.states is None else 1
-        layers = tuple(
-            replace(group, bytes_per_token=group.bytes_per_token * copies // num_shared)
+        attention_bytes = sum(
+            group.num_layers * (group.bytes_per_token * copies // num_shared)
             for group, copies in zip(self.layers, num_copies, strict=True)
         )
-        return replace(self, layers=layers)
-
-    def stored_bytes_per_token(self, tensor_parallel_size: int, *, shares_copies: bool = True) -> int:
-        """Return the bytes of a token that all workers of an engine store together; as ``with_workers``. Pure."""
-        return self.with_workers(tensor_parallel_size, shares_copies=shares_copies).bytes_per_token
-
-    def load_bytes(self, num_tokens: int) -> int:
-        """Return the bytes to load for a prefix of ``num_tokens``: of a window its tokens, of states the last. Pure."""
-        attention = sum(
-            group.num_layers * group.bytes_per_token * min(num_tokens, group.window_tokens or num_tokens)
-            for group in self.layers
-        )
-        return attention + (self.states.bytes_kept if self.states else 0)
+        return attention_bytes + self._state_bytes
 
 
 class _ConfigReader:
     """Reads one configuration and collects its assumptions."""
 
-    def __init__(self, config: Mapping[str, Any], guide: str) -> None:  # Any: JSON
-        self._fields = ConfigFields(config, guide)
-        self._guide = guide
+    def __init__(self, config: Mapping[str, Any]) -> None:  # Any: JSON
+        self._fields = ConfigFields(config)
         self._assumed: list[str] = []
 
     def read(self, kv_dtype: str | None) -> ModelShape:
@@ -200,7 +166,7 @@ class _ConfigReader:
                 raise ConfigError(
                     field,
                     self._fields.get(field),
-                    f"changes the KV cache in an unsupported way: {self._guide}",
+                    f"changes the KV cache in an unsupported way: {GUIDE}",
                 )
         family = find_family(self._fields)
         kinds: list[str] = []
@@ -235,7 +201,7 @@ class _ConfigReader:
         field, kinds = list_kinds(self._fields, family)
         declared = self._fields.get("num_hidden_layers")
         if declared is not None and declared != len(kinds):
-            raise ConfigError(field, kinds, f"must name the kind of each of {declared} layers: {self._guide}")
+            raise ConfigError(field, kinds, f"must name the kind of each of {declared} layers: {GUIDE}")
         return field, kinds
 
     def _states(self, family: StateFamily, num_layers: int, attention_bytes: int) -> StateLayers:
@@ -292,7 +258,7 @@ class _ConfigReader:
                 return self._fields.number(field)
         hidden, heads = self._fields.number("hidden_size", "n_embd", "d_model"), self._num_heads()
         if hidden % heads:
-            remedy = f"is not a multiple of {heads} attention heads, and there is no head_dim: {self._guide}"
+            remedy = f"is not a multiple of {heads} attention heads, and there is no head_dim: {GUIDE}"
             raise ConfigError("hidden_size", hidden, remedy)
         return hidden // heads
 
@@ -301,7 +267,7 @@ class _ConfigReader:
         kinds = self._fields.get("layer_types")
         if kinds is not None:
             if not isinstance(kinds, Sequence) or isinstance(kinds, str) or len(kinds) != num_layers:
-                remedy = f"must name the kind of each of {num_layers} layers: {self._guide}"
+                remedy = f"must name the kind of each of {num_layers} layers: {GUIDE}"
                 raise ConfigError("layer_types", kinds, remedy)
             return self._windows_of_types("layer_types", kinds)
         refuse_states(self._fields)
@@ -327,7 +293,7 @@ class _ConfigReader:
             reach = REACH_OF_LAYER_TYPE.get(str(kind))
             if reach is None:
                 known = ", ".join(REACH_OF_LAYER_TYPE)
-                raise ConfigError(named_in, kind, f"is not supported, known are {known}: {self._guide}")
+                raise ConfigError(named_in, kind, f"is not supported, known are {known}: {GUIDE}")
             field = "attention_chunk_size" if kind == "chunked_attention" else "sliding_window"
             windows.append(self._fields.number(field) if reach is Reach.WINDOW else None)
         return windows
@@ -335,51 +301,31 @@ class _ConfigReader:
     def _dtype(self, kv_dtype: str | None) -> tuple[str, int]:
         if kv_dtype is not None:
             self._assumed.append(f"keys and values are stored as {kv_dtype}; their scales take no bytes")
-            return parse_dtype("--kv-dtype", kv_dtype)
+            return parse_dtype("--dtype", kv_dtype)
         return self._fields.dtype()
 
 
-def shape_of_dimensions(num_layers: int, num_kv_heads: int, head_size: int, dtype: str) -> ModelShape:
-    """Return the shape of a model whose layers are alike and read the whole prompt. Pure.
-
-    Raises:
-        ConfigError: a dimension below one, or an unknown dtype.
-    """
-    for option, value in (("--layers", num_layers), ("--kv-heads", num_kv_heads), ("--head-size", head_size)):
-        if value < 1:
-            raise ConfigError(option, value, "must be at least 1")
-    name, size = parse_dtype("--dtype", dtype)
-    layers = LayerGroup(num_layers, 2 * num_kv_heads * head_size * size, num_kv_heads=num_kv_heads)
-    return ModelShape((layers,), name)
-
-
-def shape_of_bytes(bytes_per_token: int) -> ModelShape:
-    """Return the shape of a model from its bytes per token alone. Pure."""
-    return ModelShape((LayerGroup(1, bytes_per_token),), "unknown")
-
-
-def read_shape(path: Path, kv_dtype: str | None = None, guide: str = GUIDE) -> ModelShape:
+def read_shape(path: Path, kv_dtype: str | None = None) -> ModelShape:
     """Return the shape of the model whose ``config.json`` is at ``path``.
 
     Args:
         path: the file.
         kv_dtype: type of keys and values if it differs from the model's, for example "fp8".
-        guide: the remedy, in errors, for a model that cannot be read.
 
     Raises:
         ConfigError: the file cannot be read, or describes no supported KV cache.
     """
-    text = read_text_file("--config", path)
-    found = parse_json("--config", str(path), text, "give a model's config.json")
+    text = read_text_file("MODEL", path)
+    found = parse_json("MODEL", str(path), text, "give a model's config.json")
     if not isinstance(found, dict):
-        raise ConfigError("--config", str(path), "is not a JSON object: give a model's config.json")
-    return shape_of_config(found, kv_dtype, guide)
+        raise ConfigError("MODEL", str(path), "is not a JSON object: give a model's config.json")
+    return shape_of_config(found, kv_dtype)
 
 
-def shape_of_config(config: Mapping[str, Any], kv_dtype: str | None = None, guide: str = GUIDE) -> ModelShape:
+def shape_of_config(config: Mapping[str, Any], kv_dtype: str | None = None) -> ModelShape:
     """Return the shape that a ``config.json`` describes; see ``read_shape``. Pure.
 
     Raises:
         ConfigError: a field is missing or has an unsupported value.
     """
-    return _ConfigReader(config, guide).read(kv_dtype)
+    return _ConfigReader(config).read(kv_dtype)

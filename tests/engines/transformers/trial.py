@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from tests.engines.transformers.tiny_models import build_tiny_model
+from transformers import GenerationConfig, PreTrainedModel
 
 from kvtier.engines.transformers.block_sizes import BlockSizes, choose_block_sizes
 from kvtier.engines.transformers.config import EngineConfig
 from kvtier.engines.transformers.engine import KVTierEngine
 from kvtier.engines.transformers.model_adapter import KVShape, ModelAdapter
 from kvtier.engines.transformers.result import COMPUTED, DEVICE, HOST
-from kvtier.engines.transformers.tiny_models import build_tiny_model
 from kvtier.errors import KVTierError, ModelError
 
 LIBRARY = f"transformers {transformers.__version__}"
@@ -92,12 +92,6 @@ def try_architecture(model_type: str, folder: Path) -> Trial:
         return Trial(model_type, Outcome.NOT_BUILT, str(error))
     row = try_model(model, folder, TINY_BLOCK_TOKENS, TINY_INTERVAL_TOKENS)
     return replace(row, model_type=model_type)
-
-
-def try_folder(path: Path, folder: Path) -> Trial:
-    """Try the model that ``save_pretrained`` has written to ``path``, with the default sizes; arguments as above."""
-    model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype="auto")
-    return try_model(model, folder)
 
 
 def try_model(

@@ -30,6 +30,9 @@ MAX_NUMBER = 2**31 - 1
 MAX_LAYERS = 100_000
 """The most layers. A thousand times what models have; each of them is an entry of a list."""
 
+GUIDE = "its bytes per token are not known: give a model with another config.json"
+"""The remedy for a model whose configuration cannot be read: a size has no other way to be described."""
+
 TEXT_PARTS = ("text_config", "llm_config", "language_config")
 """Fields with the language model's part of a multimodal configuration."""
 
@@ -39,14 +42,9 @@ class ConfigFields:
 
     Args:
         config: the whole configuration.
-        guide: the remedy, in errors, for a model that cannot be read.
-
-    Attributes:
-        guide: the same.
     """
 
-    def __init__(self, config: Mapping[str, Any], guide: str) -> None:  # Any: JSON
-        self.guide = guide
+    def __init__(self, config: Mapping[str, Any]) -> None:  # Any: JSON
         self._outer = config
         self._config = next(
             (config[part] for part in TEXT_PARTS if isinstance(config.get(part), dict)), config
@@ -64,7 +62,7 @@ class ConfigFields:
         """
         name = next((name for name in (field, *aliases) if self.get(name) is not None), None)
         if name is None:
-            raise ConfigError(field, None, f"is missing in the config: {self.guide}")
+            raise ConfigError(field, None, f"is missing in the config: {GUIDE}")
         return self.require_number(name, self.get(name))
 
     def num_layers(self) -> int:
@@ -76,21 +74,21 @@ class ConfigFields:
         fields = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
         found = self.number(*fields)
         if found > MAX_LAYERS:
-            raise ConfigError(fields[0], found, f"must be at most {MAX_LAYERS}: {self.guide}")
+            raise ConfigError(fields[0], found, f"must be at most {MAX_LAYERS}: {GUIDE}")
         return found
 
     def require_number(self, field: str, value: object) -> int:
         """Return ``value``, which stands in ``field``, or raise ConfigError where it is none from 1 to MAX_NUMBER."""
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(field, value, f"must be an integer above zero: {self.guide}")
+            raise ConfigError(field, value, f"must be an integer above zero: {GUIDE}")
         if value > MAX_NUMBER:
-            raise ConfigError(field, value, f"must be at most {MAX_NUMBER}: {self.guide}", max_value_chars=40)
+            raise ConfigError(field, value, f"must be at most {MAX_NUMBER}: {GUIDE}", max_value_chars=40)
         return value
 
     def numbers(self, field: str, value: object) -> list[int]:
         """Return ``value``, which stands in ``field``, or raise ConfigError where it is not a list of integers."""
         if not isinstance(value, list) or any(type(one) is not int for one in value):
-            raise ConfigError(field, value, f"must be a list of integers: {self.guide}")
+            raise ConfigError(field, value, f"must be a list of integers: {GUIDE}")
         return value
 
     def dtype(self) -> tuple[str, int]:
@@ -103,7 +101,7 @@ class ConfigFields:
             for field in ("dtype", "torch_dtype"):
                 if isinstance(config.get(field), str):
                     return parse_dtype(field, config[field])
-        raise ConfigError("torch_dtype", None, "is missing in the config: give --kv-dtype")
+        raise ConfigError("torch_dtype", None, "is missing in the config: give --dtype")
 
 
 def parse_dtype(option: str, name: str) -> tuple[str, int]:
@@ -115,5 +113,5 @@ def parse_dtype(option: str, name: str) -> tuple[str, int]:
     full = DTYPE_ALIASES.get(name.lower(), name.lower()).removeprefix("torch.")
     if full not in DTYPE_BYTES:
         known = ", ".join((*DTYPE_BYTES, *DTYPE_ALIASES))
-        raise ConfigError(option, name, f"must be one of {known}; or give --kv-bytes-per-token instead")
+        raise ConfigError(option, name, f"must be one of {known}")
     return full, DTYPE_BYTES[full]

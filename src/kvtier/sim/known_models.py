@@ -13,15 +13,12 @@ from pathlib import Path
 
 from kvtier.errors import ConfigError, UnknownNameError
 from kvtier.input_files import is_dir, is_there
-from kvtier.planning.model_shape import ModelShape, read_shape, shape_of_config
+from kvtier.sim.model_shape import ModelShape, read_shape, shape_of_config
 
 CONFIG_FILE = "config.json"
 
 VARIANT = re.compile(r"-(instruct|it|chat|base)$")
 """Endings of names that do not change the KV cache."""
-
-GUIDE = "its bytes per token are not known: give a model with another config.json"
-"""The remedy for a model whose configuration cannot be read: a size has no other way to be described."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +65,7 @@ def find_model(model: str, kv_dtype: str | None = None) -> SizedModel:
         if not path.exists():
             raise ConfigError("MODEL", model, f"is a folder without {CONFIG_FILE}: give a model's folder")
     if is_there(path):
-        return SizedModel(model, read_shape(path, kv_dtype, GUIDE))
+        return SizedModel(model, read_shape(path, kv_dtype))
     table = _read_table()
     name = {_normalise(known): known for known in table}.get(_normalise(model))
     if name is None:
@@ -80,7 +77,7 @@ def find_model(model: str, kv_dtype: str | None = None) -> SizedModel:
 
 @cache
 def _read_table() -> dict[str, dict[str, object]]:
-    text = resources.files("kvtier.planning").joinpath("models.toml").read_text(encoding="utf-8")
+    text = resources.files("kvtier.sim").joinpath("models.toml").read_text(encoding="utf-8")
     return {entry["name"]: entry["config"] for entry in tomllib.loads(text)["model"]}
 
 

@@ -10,14 +10,8 @@ import pytest
 from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.cpu.spec import CPUOffloadingSpec
 from kvtier.errors import ConfigError
-from kvtier.planning.model_shape import (
-    LayerGroup,
-    ModelShape,
-    read_shape,
-    shape_of_config,
-    shape_of_dimensions,
-)
-from kvtier.planning.state_shape import StateLayers
+from kvtier.sim.model_shape import LayerGroup, ModelShape, read_shape, shape_of_config
+from kvtier.sim.state_shape import StateLayers
 
 Config = dict[str, Any]  # Any: JSON
 
@@ -126,7 +120,6 @@ def test_a_token_weighs_what_its_layers_keep(config: Config, bytes_per_token: in
 
 def test_llama_weighs_128_kibibytes_a_token() -> None:
     assert shape_of_config(LLAMA_3_8B).bytes_per_token == 128 * 1024
-    assert shape_of_dimensions(32, 8, 128, "bf16") == shape_of_config(LLAMA_3_8B)
 
 
 @pytest.mark.parametrize(("kv_dtype", "share"), [("fp8", 2), ("int8", 2), ("bf16", 1)])
@@ -134,15 +127,11 @@ def test_keys_and_values_may_have_a_type_of_their_own(kv_dtype: str, share: int)
     assert shape_of_config(LLAMA_3_8B, kv_dtype).bytes_per_token == 128 * 1024 // share
 
 
-def test_what_a_model_needs_grows_with_the_prompt_or_is_bounded_by_a_window() -> None:
+def test_layers_are_counted_by_their_windows() -> None:
     shape = shape_of_config(GPT_OSS_20B)
 
     layer = 2 * 8 * 64 * 2
     assert shape.layers == (LayerGroup(12, layer, 128, 8), LayerGroup(12, layer, None, 8))
-    assert shape.growing_bytes_per_token == 12 * layer
-    assert shape.bounded_bytes == 12 * layer * 128
-    assert shape.load_bytes(100) == 24 * layer * 100
-    assert shape.load_bytes(1000) == 12 * layer * (1000 + 128)
     assert any("only the window" in line for line in shape.assumptions)
 
 
@@ -179,12 +168,9 @@ def test_the_text_part_of_a_model_that_sees_is_read_and_its_dtype_may_stand_outs
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (
-            without(LLAMA_3_8B, "num_hidden_layers"),
-            "num_hidden_layers=None: is missing in the config: .*--layers",
-        ),
-        (without(LLAMA_3_8B, "hidden_size"), "hidden_size=None.*--head-size"),
-        (without(LLAMA_3_8B, "torch_dtype"), "torch_dtype=None.*give --kv-dtype"),
+        (without(LLAMA_3_8B, "num_hidden_layers"), "num_hidden_layers=None: .*give a model with another"),
+        (without(LLAMA_3_8B, "hidden_size"), "hidden_size=None"),
+        (without(LLAMA_3_8B, "torch_dtype"), "torch_dtype=None.*give --dtype"),
         (without(LLAMA_3_8B, "num_attention_heads"), "num_attention_heads=None"),
         (without(DEEPSEEK_V3, "qk_rope_head_dim"), "qk_rope_head_dim=None"),
         (without(GPT_OSS_20B, "sliding_window"), "sliding_window=None"),
@@ -201,7 +187,7 @@ def test_the_text_part_of_a_model_that_sees_is_read_and_its_dtype_may_stand_outs
         (LLAMA_3_8B | {"layer_types": ["linear_attention"] * 32}, "layer_types='linear_attention'"),
         (LLAMA_3_8B | {"layer_types": ["full_attention"]}, "must name the kind of each of 32 layers"),
         (LLAMA_3_8B | {"attn_layer_period": 8}, "attn_layer_period=8: some layers store states"),
-        (DEEPSEEK_V3 | {"index_head_dim": 128}, "index_head_dim=128.*--kv-bytes-per-token"),
+        (DEEPSEEK_V3 | {"index_head_dim": 128}, "index_head_dim=128: changes the KV cache"),
         (LLAMA_3_8B | {"num_kv_shared_layers": 15}, "num_kv_shared_layers=15"),
         ({"model_type": "mamba", "state_size": 16}, "num_hidden_layers=None"),
     ],
@@ -211,14 +197,6 @@ def test_a_layout_that_is_not_known_is_refused_with_its_field_and_a_remedy(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         shape_of_config(config)
-
-
-@pytest.mark.parametrize(
-    ("dimensions", "option"), [((0, 8, 128, "bf16"), "--layers"), ((1, 1, 1, "bf17"), "--dtype='bf17'")]
-)
-def test_dimensions_that_cannot_be_are_refused(dimensions: tuple[int, int, int, str], option: str) -> None:
-    with pytest.raises(ConfigError, match=option):
-        shape_of_dimensions(*dimensions)
 
 
 def test_a_file_is_read_or_refused_in_words(tmp_path: Path) -> None:
@@ -260,9 +238,8 @@ def test_a_hybrid_keeps_a_state_for_each_block_which_vllm_makes_as_long_as_a_sta
 
     # The 544 tokens are what vLLM logs as the block size of attention.
     assert shape.states == StateLayers(36, STATE_BYTES, 544, (2 * 16 * 128 + 32 * 128) * 2)
-    assert shape.growing_bytes_per_token == 12 * 2 * 2 * 256 * 2
+    assert shape.layers == (LayerGroup(12, 2 * 2 * 256 * 2, None, 2),)
     assert shape.bytes_per_token == 24576 + -(-36 * STATE_BYTES // 544)
-    assert shape.load_bytes(8000) == 8000 * 24576 + 36 * STATE_BYTES
     assert shape.stored_bytes_per_token(2) == shape.bytes_per_token
     assert any("36 layers keep a recurrent state" in line for line in shape.assumptions)
 

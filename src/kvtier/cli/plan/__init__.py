@@ -1,1 +1,0 @@
-"""``kvtier plan``: what a trace needs, and the cheapest tiers that provide it."""

@@ -1,1 +1,0 @@
-"""What to buy: the working set of a trace, prices of media, and mixes of tiers that reach a goal."""
