@@ -44,8 +44,8 @@ CONFIRMED_RELEASES: Mapping[str, frozenset[str]] = {
 other's blocks. A release or device that is not here has pages of its own.
 
 A release gets in when ``python -m scripts.compare_releases`` finds its pages equal to those of one that is listed, on
-such a device. Sources are no proof: kernels write the pages. No GPU is here, because nothing was compared on one. Of 0.31
-an engine with a Llama found the blocks of 0.30; 0.32 is not here, because no engine of it has read another's yet."""
+such a device. Sources are no proof: kernels write the pages. No GPU is here, because nothing was compared on one. An
+engine of 0.31 with a Llama has found the blocks of 0.30; none of 0.32 has read another release's yet."""
 
 
 HitSources = dict[Any, int]  # Any: an enum that releases before 0.32 lack
