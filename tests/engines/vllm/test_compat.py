@@ -79,7 +79,39 @@ def test_another_instruction_set_is_another_page_format(
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: not has_amx)
 
     assert compat.page_format(vllm_config, config) != here
-    assert f"vLLM {compat.release()}" in here
+
+
+def format_of(config: VllmConfig, monkeypatch: pytest.MonkeyPatch, kind: str, release: str) -> str:
+    """Return the page format on a kind of device under a release."""
+    monkeypatch.setattr(compat, "device_kind", lambda: kind)
+    monkeypatch.setattr(vllm, "__version__", f"{release}.1")
+    return compat.page_format(config, cache_config(group(full(), "a")))
+
+
+@pytest.mark.parametrize("kind", compat.CONFIRMED_RELEASES)
+def test_releases_that_were_compared_have_one_page_format(
+    vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    confirmed = compat.CONFIRMED_RELEASES[kind]
+    formats = {format_of(vllm_config, monkeypatch, kind, release) for release in confirmed}
+
+    assert len(confirmed) > 1
+    assert len(formats) == 1
+    assert "vLLM" not in formats.pop()
+
+
+@pytest.mark.parametrize(
+    ("kind", "release"),
+    [
+        ("cpu CpuArchEnum.X86 avx512", "9.9"),
+        ("cpu CpuArchEnum.ARM", "0.32"),
+        ("cuda 9.0", "0.32"),
+    ],
+)
+def test_a_release_that_was_not_compared_on_a_device_names_itself(
+    vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch, kind: str, release: str
+) -> None:
+    assert format_of(vllm_config, monkeypatch, kind, release).endswith(f", {kind}, vLLM {release}")
 
 
 def test_another_layout_is_another_page_format(

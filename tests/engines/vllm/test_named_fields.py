@@ -27,6 +27,7 @@ from kvtier.engines.vllm.named_fields import (
     EXCLUDED,
     SECRET_KEY,
     UNNAMED_PARTS_OF_HF,
+    VALUES_WITHOUT_FIELD,
     canonical,
     list_fields,
     name_fields,
@@ -34,7 +35,13 @@ from kvtier.engines.vllm.named_fields import (
 )
 from scripts.identity_fields import BEGIN, END, PAGE, make_config, render
 
-ONLY_IN_OTHER_RELEASES: frozenset[str] = frozenset()
+ONLY_IN_OTHER_RELEASES: frozenset[str] = frozenset(
+    {
+        "cache_config.enable_mamba_fine_grained_prefix_cache",
+        "cache_config.user_specified_mamba_block_size",
+        "model_config.enable_return_routed_experts",
+    }
+)
 """Excluded fields that the newest supported release does not have, and another one has."""
 
 Place = tuple[str, object, str]
@@ -126,6 +133,16 @@ def test_each_listed_name_is_a_field_of_a_supported_release(whole: VllmConfig) -
     assert set(EXCLUDED) - found - sections == ONLY_IN_OTHER_RELEASES
     assert set(EXCLUDED) >= set(CONDITIONS)
     assert all(EXCLUDED.values())
+
+
+def test_a_field_that_a_release_lacks_is_no_part_of_the_name_where_engines_compute_as_without_it(
+    whole: VllmConfig,
+) -> None:
+    defaults = {field.name: field.value for field in list_fields(whole) if field.name in VALUES_WITHOUT_FIELD}
+
+    assert defaults.items() <= VALUES_WITHOUT_FIELD.items()
+    assert not VALUES_WITHOUT_FIELD.keys() & name_fields(whole).words.keys()
+    assert not VALUES_WITHOUT_FIELD.keys() & EXCLUDED.keys()
 
 
 def test_the_page_has_the_fields_of_this_release(whole: VllmConfig) -> None:

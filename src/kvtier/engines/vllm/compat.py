@@ -32,6 +32,17 @@ NAMES_KEPT_STATES = "kv_connector_block_state" in SchedulerOutput.__dataclass_fi
 """From 0.32 on each step names the device blocks that hold a recurrent state at the end of a block."""
 
 
+CONFIRMED_RELEASES: Mapping[str, frozenset[str]] = {
+    "cpu CpuArchEnum.X86 avx512": frozenset({"0.30", "0.31"}),
+}
+"""Minor releases that store the same bytes for the same block, by ``device_kind``: engines of any two of them find each
+other's blocks. A release or device that is not here has pages of its own.
+
+A release gets in when ``python -m scripts.compare_releases`` finds its pages equal to those of one that is listed, on
+such a device. Sources are no proof: kernels write the pages. No GPU is here, because nothing was compared on one. An
+engine of 0.31 with a Llama has found the blocks of 0.30; none of 0.32 has read another release's yet."""
+
+
 HitSources = dict[Any, int]  # Any: an enum that releases before 0.32 lack
 """Tokens by vLLM's name of the tier that they came from."""
 
@@ -64,7 +75,7 @@ def name_hit_sources(tokens_by_medium: Mapping[str, int]) -> HitSources:
 
 
 def release() -> str:
-    """Return vLLM's major and minor number, such as "0.32"; the bytes of a page may differ between two of them."""
+    """Return vLLM's major and minor number, such as "0.32"."""
     return ".".join(vllm.__version__.split(".")[:2])
 
 
@@ -175,8 +186,9 @@ def stored_page_bytes(
 def page_format(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     """Return everything except sizes that decides the meaning of a page's bytes.
 
-    The order of a page depends on the attention backend, which depends on release, device and settings. From 0.29 on
-    the resolved layout is part of the configuration; before, each worker resolves it from these same inputs.
+    The order of a page depends on the attention backend, which depends on release, device and settings. The release is
+    not named where it is one of ``CONFIRMED_RELEASES``. From 0.29 on the resolved layout is part of the configuration;
+    before, each worker resolves it from these same inputs.
     """
     layout = getattr(kv_cache_config, "kv_cache_layout", None) or os.environ.get(
         "VLLM_KV_CACHE_LAYOUT", "default"
@@ -187,7 +199,7 @@ def page_format(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
         chosen.append("shuffled")
     backends = " ".join(str(part) for part in chosen if part is not None) or "default"
     parts = [f"{layout} layout", f"{backends} attention", *_state_format(vllm_config, kv_cache_config)]
-    return ", ".join([*parts, _device_kind(), f"vLLM {release()}"])
+    return ", ".join([*parts, device_kind(), *_own_release()])
 
 
 def _state_format(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[str]:
@@ -249,7 +261,7 @@ def offloaded_weight_bytes(vllm_config: VllmConfig) -> int:
     return int(getattr(offload_config, "cpu_offload_gb", 0) * 2**30)
 
 
-def _device_kind() -> str:
+def device_kind() -> str:
     """Return device type and instruction set: on a CPU keys are packed for its matrix instructions."""
     if current_platform.is_cpu():
         extensions = {
@@ -263,3 +275,8 @@ def _device_kind() -> str:
         return " ".join(["cpu", *names])
     capability = current_platform.get_device_capability()
     return f"{current_platform.device_type} {'.'.join(str(part) for part in capability or ('any',))}"
+
+
+def _own_release() -> list[str]:
+    """Return the release as a part of the format; nothing where its pages are confirmed to be those of others."""
+    return [] if release() in CONFIRMED_RELEASES.get(device_kind(), ()) else [f"vLLM {release()}"]

@@ -52,6 +52,8 @@ EXCLUDED: Mapping[str, str] = {
     "kernel_config.enable_rocm_segmented_attn_autotune": ROUNDING,
     "kernel_config.enable_cutedsl_warmup": "when kernels are compiled",
     "kernel_config.enable_jit_warmup": "when kernels are compiled",
+    "attention_config.sparse_mla_prefill_workspace_factor": SIZES,
+    "attention_config.tokenspeed_mla_min_split_kv": ROUNDING,
     "offload_config": PLACE,
     "observability_config": REPORTED,
     "logging_config": REPORTED,
@@ -86,6 +88,8 @@ EXCLUDED: Mapping[str, str] = {
     "model_config.max_logprobs": RETURNED,
     "model_config.logprobs_mode": RETURNED,
     "model_config.return_sampling_mask": RETURNED,
+    "model_config.enable_return_routed_experts": RETURNED,
+    "model_config.is_submodel_config": "which settings vLLM checks at its start",
     "model_config.use_fp64_gumbel": SAMPLING,
     "model_config.logits_processors": SAMPLING,
     "model_config.generation_config": f"{SAMPLING}; not excluded for Llama 4, whose attention it decides",
@@ -110,6 +114,7 @@ EXCLUDED: Mapping[str, str] = {
     "model_config.multimodal_config.mm_encoder_tp_mode": ROUNDING,
     "cache_config.block_size": LAYOUT,
     "cache_config.user_specified_block_size": LAYOUT,
+    "cache_config.user_specified_mamba_block_size": LAYOUT,
     "cache_config.hash_block_size": LAYOUT,
     "cache_config.prefix_match_unit": LAYOUT,
     "cache_config._block_size_resolved": LAYOUT,
@@ -121,6 +126,7 @@ EXCLUDED: Mapping[str, str] = {
     "cache_config.enable_prefix_caching": DEVICE,
     "cache_config.prefix_cache_retention_interval": DEVICE,
     "cache_config.enable_mamba_shared_prefix_checkpoint": DEVICE,
+    "cache_config.enable_mamba_fine_grained_prefix_cache": DEVICE,
     "cache_config.gpu_memory_utilization": SIZES,
     "cache_config.kv_cache_memory_bytes": SIZES,
     "cache_config.num_gpu_blocks": SIZES,
@@ -152,6 +158,14 @@ EXCLUDED: Mapping[str, str] = {
 }
 """Why a field, or a whole section, is no part of the name, by its name with dots. Fields of a draft model's
 configuration are listed under those of the model."""
+
+VALUES_WITHOUT_FIELD: Mapping[str, object] = {
+    "attention_config.indexer_sparse_logits": False,
+    "cache_config.swa_bounded_replay": True,
+}
+"""Fields that some of ``compat.CONFIRMED_RELEASES`` lack, each with the value at which an engine computes what releases
+without the field compute. At this value a field is no part of the name, so that such releases find each other's blocks.
+``swa_bounded_replay`` is read by DeepSeek-V4.1 alone, whose window's blocks it takes out of the layout."""
 
 DRAFT_SECTIONS = {
     "speculative_config.draft_model_config.": "model_config.",
@@ -205,7 +219,7 @@ def name_fields(vllm_config: VllmConfig) -> NamedFields:
     words: dict[str, object] = {}
     unstable: list[str] = []
     for field in list_fields(vllm_config):
-        if field.reason or field.value is None:
+        if field.reason or field.value is None or _computes_as_without(field):
             continue
         try:
             words[field.name] = canonical(field.value)
@@ -301,6 +315,11 @@ def without_credentials(text: str) -> str:
 def is_model_configuration(value: object) -> bool:
     """Return whether a value is a model's own configuration, which transformers has defined. Pure."""
     return hasattr(value, "to_dict") and not isinstance(value, type)
+
+
+def _computes_as_without(field: NamedField) -> bool:
+    """Return whether a field has the value at which an engine computes what releases without it compute."""
+    return field.name in VALUES_WITHOUT_FIELD and field.value == VALUES_WITHOUT_FIELD[field.name]
 
 
 def _is_section(value: object) -> TypeGuard[IsDataclass]:
