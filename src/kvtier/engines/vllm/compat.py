@@ -33,14 +33,13 @@ NAMES_KEPT_STATES = "kv_connector_block_state" in SchedulerOutput.__dataclass_fi
 
 
 CONFIRMED_RELEASES: Mapping[str, frozenset[str]] = {
-    "cpu CpuArchEnum.X86 avx512": frozenset({"0.30", "0.31"}),
+    "cpu CpuArchEnum.X86 avx512": frozenset({"0.30", "0.31", "0.32"}),
 }
 """Minor releases that store the same bytes for the same block, by ``device_kind``: engines of any two of them find each
 other's blocks. A release or device that is not here has pages of its own.
 
 A release gets in when ``python -m scripts.compare_releases`` finds its pages equal to those of one that is listed, on
-such a device. Sources are no proof: kernels write the pages. No GPU is here, because nothing was compared on one. An
-engine of 0.31 with a Llama has found the blocks of 0.30; none of 0.32 has read another release's yet."""
+such a device. Sources are no proof: kernels write the pages. No GPU is here, because nothing was compared on one."""
 
 
 HitSources = dict[Any, int]  # Any: an enum that releases before 0.32 lack
