@@ -86,9 +86,10 @@ def compare(pythons: Sequence[str], family: str, folder: Path) -> Iterator[str]:
         def run(python: str, mode: str, blocks: Path = blocks) -> Run:
             return run_engine(python, mode, family, folder / "model", blocks)
 
-        runs = [run(writer, "store"), run(reader, "alone"), run(reader, "load"), run(reader, "audit")]
-        error = next((one.error for one in runs if one.error), "")
-        yield f"{reader} reads {writer}: {error or judge(*runs[1:], blocks)}"
+        stored, alone = run(writer, "store"), run(reader, "alone")
+        loaded, audited = run(reader, "load"), run(reader, "audit")
+        error = next((one.error for one in (stored, alone, loaded, audited) if one.error), "")
+        yield f"{reader} reads {writer}: {error or judge(alone, loaded, audited, blocks)}"
 
 
 def judge(alone: Run, loaded: Run, audited: Run, blocks: Path) -> str:
