@@ -1,8 +1,8 @@
-"""The waits of tiers on a disk, as long in tests as the guards against hangs.
+"""The waits of tiers, in tests as long as the guards against hangs, and their rests, which tests do not take.
 
-In an engine they are short, because a thread that waits moves nothing else. On a busy machine a short one ends before
-the thread that is waited for has run, and the outcome of a test would depend on luck. A test of what happens when a
-wait ends sets its own.
+In an engine waits are short, because a thread that waits moves nothing else. On a busy machine a short one ends before
+the thread that is waited for has run, and the outcome of a test would depend on luck. A rest after a walk for quotas is
+many times as long as the walk, which takes seconds there. A test of what happens when a wait ends sets its own.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,8 @@ import pytest
 from kvtier.testing.tier_suite import TierSuite
 from kvtier.tiering.fs import evictor, shared_usage
 from kvtier.tiering.fs import store as fs_store
+from kvtier.tiering.kit import quota_keeper
+from kvtier.tiering.obj import evictor as obj_evictor
 from kvtier.tiering.slab import reopening
 from kvtier.tiering.slab import store as slab_store
 
@@ -21,6 +23,8 @@ WAITS: dict[object, dict[str, float]] = {
     evictor: {"ROOM_WAIT_S": PATIENT_S},
     shared_usage: {"LOCK_ATTEMPTS": int(PATIENT_S / shared_usage.MAX_LOCK_PAUSE_S)},
     fs_store: {"CLOSE_TIMEOUT_S": PATIENT_S},
+    obj_evictor: {"PAUSE_FACTOR": 0},
+    quota_keeper: {"PAUSE_FACTOR": 0},
     slab_store: {"INDEX_WAIT_S": PATIENT_S, "PEER_WAIT_S": PATIENT_S},
     reopening: {"CLOSE_TIMEOUT_S": PATIENT_S},
 }

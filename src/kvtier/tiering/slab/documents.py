@@ -167,8 +167,12 @@ class SlabPages:
             logger.warning("tier slab: %s was not written: %s", path, error)
 
     def remove(self, names: Collection[str] | None = None) -> None:
-        """Remove the pages of some namespaces; None: all."""
-        for path in self._paths() if names is None else map(self._path_of, names):
+        """Remove the pages of some namespaces; None: all. One that cannot be removed is read like any other."""
+        paths = [] if names is None else [self._path_of(name) for name in names]
+        if names is None:
+            with suppress(OSError):
+                paths = self._paths()
+        for path in paths:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
 
