@@ -98,11 +98,10 @@ def judge(alone: Run, loaded: Run, audited: Run, blocks: Path) -> str:
         documents = [path.read_text(encoding="utf-8") for path in sorted(blocks.glob("*/namespace.json"))]
         fields = [one.field for one in differences(*documents)] if len(documents) == 2 else ["the keys"]
         return f"nothing is found, {DIFFERENT}: {', '.join(fields)}"
-    outcomes = audited.audited
-    is_same = loaded.tokens == audited.tokens == alone.tokens and not outcomes["wrong"]
-    is_same = is_same and outcomes["equal"] + outcomes["close"] > 0
-    counts = ", ".join(f"{count} blocks {outcome}" for outcome, count in outcomes.items())
-    return f"{'the same' if is_same else DIFFERENT}: {loaded.num_found} tokens loaded, {counts}"
+    answers = "equal" if loaded.tokens == audited.tokens == alone.tokens else DIFFERENT
+    counts = [f"{count} blocks {outcome}" for outcome, count in audited.audited.items() if count]
+    pages = f"{DIFFERENT} blocks" if audited.audited["wrong"] else ", ".join(counts) or "no block compared"
+    return f"{loaded.num_found} tokens loaded, {pages}, answers {answers}"
 
 
 def run_engine(python: str, mode: str, family: str, model: Path, blocks: Path) -> Run:

@@ -34,6 +34,7 @@ IMPLEMENTED = {
 KEPT = {
     BASE: {
         "bind_connector_metadata": "vLLM's own bookkeeping",
+        "bind_gpu_block_pool": "kvtier looks at no device block",
         "bind_kv_cache_manager": "kvtier reads no device tables",
         "clear_connector_metadata": "vLLM's own bookkeeping",
         "finish_forward": "stores wait for the next step",
@@ -46,6 +47,7 @@ KEPT = {
         "prefer_cross_layer_blocks": "pages of a layer are enough",
         "register_cross_layers_kv_cache": "never offered",
         "register_finished_partial_tail": "states within a block are not kept",
+        "requires_piecewise_for_cudagraph": "no hook is called within a graph",
         "reset_capture_state": "without a step's metadata a worker changes nothing",
         "role": "vLLM's own",
         "set_host_xfer_buffer_ops": "for host buffers of vLLM's",
