@@ -6,9 +6,9 @@
 An engine of each release stores the blocks of some prompts. One of the other release answers from them, another one
 computes everything and compares it with them (``audit_ratio: 1``). Both must answer as an engine without kvtier. Add a
 new release to ``CONFIRMED_RELEASES`` of ``kvtier.engines.vllm.compat`` first, and keep it there if no line says
-DIFFERENT. Where nothing is found, the line has the fields of the name that differ: one that cannot change a byte
-belongs into ``EXCLUDED`` or ``VALUES_WITHOUT_FIELD`` of ``kvtier.engines.vllm.named_fields``. Exit status 1 with such a
-line.
+DIFFERENT or FAILED. Where nothing is found, the line has the fields of the name that differ: one that cannot change a
+byte belongs into ``EXCLUDED`` or ``VALUES_WITHOUT_FIELD`` of ``kvtier.engines.vllm.named_fields``. Exit status 1 with
+such a line.
 """
 
 import argparse
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 600.0
 """Guard against a hang; an engine takes half a minute on an idle machine."""
 
-DIFFERENT = "DIFFERENT"
+DIFFERENT, FAILED = "DIFFERENT", "FAILED"
 FAMILIES: Mapping[str, Mapping[str, Any]] = {  # Any: vLLM's own arguments
     "llama": {"dtype": "bfloat16"},
     "llama-float32": {"dtype": "float32", "block_size": 128},
@@ -57,7 +57,7 @@ class Run(NamedTuple):
 
 
 def main() -> int:
-    """Compare two releases; return 1 when a family's pages differ."""
+    """Compare two releases; return 1 when a family's pages differ, or an engine failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -69,13 +69,13 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.tiles:
         os.environ["KVTIER_TEST_TILES"] = "1"
-    found_different = False
+    is_proof = True
     for family in (name for name in FAMILIES if arguments.only in name):
         with tempfile.TemporaryDirectory(prefix="kvtier-") as folder:
             for line in compare(arguments.python, family, Path(folder)):
                 print(f"{family}: {line}", flush=True)
-                found_different |= DIFFERENT in line
-    return int(found_different)
+                is_proof &= DIFFERENT not in line and FAILED not in line
+    return int(not is_proof)
 
 
 def compare(pythons: Sequence[str], family: str, folder: Path) -> Iterator[str]:
@@ -89,7 +89,7 @@ def compare(pythons: Sequence[str], family: str, folder: Path) -> Iterator[str]:
         stored, alone = run(writer, "store"), run(reader, "alone")
         loaded, audited = run(reader, "load"), run(reader, "audit")
         error = next((one.error for one in (stored, alone, loaded, audited) if one.error), "")
-        yield f"{reader} reads {writer}: {error or judge(alone, loaded, audited, blocks)}"
+        yield f"{reader} reads {writer}: {f'{FAILED}: {error}' if error else judge(alone, loaded, audited, blocks)}"
 
 
 def judge(alone: Run, loaded: Run, audited: Run, blocks: Path) -> str:

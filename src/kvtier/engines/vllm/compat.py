@@ -39,7 +39,8 @@ CONFIRMED_RELEASES: Mapping[str, frozenset[str]] = {
 other's blocks. A release or device that is not here has pages of its own.
 
 A release gets in when ``python -m scripts.compare_releases`` finds its pages equal to those of one that is listed, on
-such a device. Sources are no proof: kernels write the pages. No GPU is here, because nothing was compared on one."""
+such a device; docs/guide/vllm.md says with which models. Sources are no proof: kernels write the pages. No GPU is here,
+because nothing was compared on one."""
 
 
 HitSources = dict[Any, int]  # Any: an enum that releases before 0.32 lack
