@@ -250,8 +250,8 @@ class SharedUsage:
 
     Mutable are the deque of changes that are not in the record yet, where appending and taking are atomic, and the
     bytes of open reservations and of their surplus, which ``_lock`` guards. The record itself is guarded by its file's
-    ``flock``, and with it what this tier has recorded as in flight. There is a surplus only while there is an open
-    reservation, and it counts as one in the record.
+    ``flock``, and what this tier has recorded as in flight by ``_turn``: where the directory was moved away, two threads
+    may have two files. There is a surplus only while there is an open reservation, and it counts as one in the record.
 
     Args:
         path: the record.
@@ -279,6 +279,7 @@ class SharedUsage:
         self._wall_clock = wall_clock
         self._unwritten: deque[Change] = deque()
         self._lock = threading.Lock()
+        self._turn = threading.Lock()
         self._open_bytes = 0
         self._surplus_bytes = 0
         self._recorded_in_flight_bytes = 0
@@ -407,6 +408,9 @@ class SharedUsage:
         for the next update, and the log says why, unless the directory was removed.
         """
         update = _Update()
+        if not self._turn.acquire(timeout=LOCK_ATTEMPTS * MAX_LOCK_PAUSE_S):
+            yield update
+            return
         leftover = [self._unwritten.popleft() for _ in range(len(self._unwritten))]
         fd = -1
         try:
@@ -447,6 +451,7 @@ class SharedUsage:
                     fcntl.flock(fd, fcntl.LOCK_UN)
                 finally:
                     os.close(fd)
+            self._turn.release()
 
     def _on_fault(self, update: "_Update", error: OSError) -> None:
         # A full disk is no fault: an eviction may make room, and until then the tier declines.

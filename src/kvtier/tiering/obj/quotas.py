@@ -69,11 +69,11 @@ class ObjQuotas:
 
     def counted(self, listing: Iterable[Listed]) -> Iterator[Listed]:
         """Pass on our own objects of a listing, and count each for its tenant."""
-        self._found = self._counts.begin_listing()  # an object of its own for each listing
+        found = self._found = self._counts.begin_listing()  # an object of its own for each listing
         for listed in listing:
-            self._found.add_found(self._key_of(listed), listed.num_bytes)
+            found.add_found(self._key_of(listed), listed.num_bytes)
             yield listed
-        self._counts.end_listing(self._found)
+        self._counts.end_listing(found)
 
     def plan(
         self,
