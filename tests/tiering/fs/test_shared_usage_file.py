@@ -235,13 +235,20 @@ def test_threads_that_wait_for_the_record_together_take_a_surplus_once(
     fd = os.open(path, os.O_RDWR)
     fcntl.flock(fd, fcntl.LOCK_EX)
 
-    def note_waiting(_: float) -> None:
-        waiting.add(threading.get_ident())
-        if len(waiting) == 4:
-            fcntl.flock(fd, fcntl.LOCK_UN)
+    class CountedTurn:
+        def __init__(self) -> None:
+            self._lock = threading.Lock()
+            self.release = self._lock.release
+
+        def acquire(self, timeout: float) -> bool:
+            waiting.add(threading.get_ident())
+            if len(waiting) == 4:
+                fcntl.flock(fd, fcntl.LOCK_UN)
+            return self._lock.acquire(timeout=timeout)
 
     monkeypatch.setattr(shared_usage, "LOCK_ATTEMPTS", 10**9)
-    monkeypatch.setattr(time, "sleep", note_waiting)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    monkeypatch.setattr(usage, "_turn", CountedTurn())
     threads = [
         threading.Thread(target=lambda: granted.append(usage.reserve(2, 100).num_blocks)) for _ in range(4)
     ]
@@ -303,6 +310,27 @@ def test_a_record_that_is_removed_while_its_lock_is_waited_for_is_not_written(pa
     assert open_usage(path, 800).reserve(1, 100).num_blocks == 1
     usage.refresh()
     assert read(path).used_bytes == 100
+
+
+def test_a_directory_that_is_moved_while_a_count_is_changed_leaves_nothing_in_flight(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    usage = open_usage(root / ".usage")
+    usage.reserve(1, 100)
+    joining = threading.Thread(target=usage.refresh)
+
+    def move_once() -> float:
+        usage._wall_clock = ManualClock()
+        root.rename(tmp_path / "elsewhere")
+        root.mkdir()
+        joining.start()
+        joining.join(0.2)  # it joins in the new directory, and must not yet
+        return 0.0
+
+    usage._wall_clock = move_once
+    usage.end_reservation(100, 100)
+    joining.join()
+    assert read(root / ".usage").in_flight_bytes == 0
 
 
 def _inode_of(link: Path) -> int | None:
