@@ -60,13 +60,15 @@ class KeyIndex:
             self._complete.set()
 
     def add(self, keys: Iterable[OffloadKey]) -> None:
-        """Add blocks that are on the disk."""
+        """Add blocks that are on the disk; where there are too many keys, those go that were added longest ago."""
         rest = iter(keys)
         while batch := list(islice(rest, BATCH_KEYS)):
             with self._lock:
                 if self._tenant_counts is not None:
                     self._tenant_counts.add([key for key in dict.fromkeys(batch) if key not in self._keys])
-                self._keys.update(dict.fromkeys(batch))
+                for key in batch:
+                    self._keys[key] = None
+                    self._keys.move_to_end(key)  # one that others had evicted is on the disk again
                 num_beyond = max(0, len(self._keys) - self._max_keys)
                 gone = [self._keys.popitem(last=False)[0] for _ in range(num_beyond)]
                 if self._tenant_counts is not None:

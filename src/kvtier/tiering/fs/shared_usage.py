@@ -250,8 +250,8 @@ class SharedUsage:
 
     Mutable are the deque of changes that are not in the record yet, where appending and taking are atomic, and the
     bytes of open reservations and of their surplus, which ``_lock`` guards. The record itself is guarded by its file's
-    ``flock``, and what this tier has recorded as in flight by ``_turn``: where the directory was moved away, two threads
-    may have two files. There is a surplus only while there is an open reservation, and it counts as one in the record.
+    ``flock``, and what this tier has recorded as in flight by ``_turn``: of a directory that is moved, two threads may
+    have two files. There is a surplus only while there is an open reservation, and it counts as one in the record.
 
     Args:
         path: the record.
@@ -430,8 +430,8 @@ class SharedUsage:
         try:
             yield update
             if update.record is not None:
-                member = update.record.members.get(self._id)
-                self._recorded_in_flight_bytes = member.in_flight_bytes if member is not None else 0
+                member = update.record.members.get(self._id, UsageMember(0, 0, 0.0))
+                self._recorded_in_flight_bytes = member.in_flight_bytes
                 if len(update.record.members) > MAX_MEMBERS:
                     update.record = update.record.without_dead(self._id.owner, self._wall_clock())
                 os.pwrite(fd, update.record.pack(), 0)
