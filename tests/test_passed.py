@@ -56,6 +56,7 @@ def run(folder: Path, *arguments: str, **environment: str) -> list[str]:
     return sorted(line.replace("test_some.py::", "") for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "two processes"])
 def test_a_second_run_has_what_did_not_pass_in_the_first(tmp_path: Path, workers: tuple[str, ...]) -> None:
     (tmp_path / "conftest.py").write_text(HOOKS)
@@ -68,6 +69,7 @@ def test_a_second_run_has_what_did_not_pass_in_the_first(tmp_path: Path, workers
     assert second == ["PASSED test_that_fails", "PASSED test_that_is_skipped", "PASSED test_whose_end_fails"]
 
 
+@pytest.mark.slow
 def test_names_are_added_and_unknown_ones_leave_nothing_out(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(HOOKS)
     (tmp_path / "test_some.py").write_text(TESTS)

@@ -10,6 +10,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 TIERS = frozenset({"example", "fs", "slab"})
 
 
+@pytest.mark.slow
 def test_the_package_breaks_no_rule() -> None:
     assert violations(SOURCE) == []
 

@@ -13,6 +13,7 @@ from kvtier.cpu.row_copy import COMPILED_CALLS
 from kvtier.limits import AFFINITY, UsableCores
 
 
+@pytest.mark.slow
 def test_a_machine_that_runs_these_tests_is_healthy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

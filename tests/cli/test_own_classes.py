@@ -74,6 +74,7 @@ def simulated(packages: Path, trace: Path, *arguments: str) -> dict[str, Any]:  
     return found
 
 
+@pytest.mark.slow
 def test_a_policy_of_one_s_own_is_simulated_in_other_processes_too(packages: Path, trace: Path) -> None:
     pytest.importorskip("plotly", reason="needs plotly: pip install 'kvtier[plot]'")
     found = simulated(
@@ -91,6 +92,7 @@ def test_a_policy_of_one_s_own_is_simulated_in_other_processes_too(packages: Pat
     assert "own_package.parts:Mine" in (packages.parent / "page.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_policy_of_one_s_own_orders_a_simulated_tier(packages: Path, trace: Path) -> None:
     tiers = ["--tier", "a:2Mi:1G/s", "--tier-setting", "a.policy=own_package.parts:Mine"]
 

@@ -311,6 +311,7 @@ FAST_S, SLOW_S = 1e-4, 0.05
 """Between two steps while a block is on its way: at the second a prompt of 8 KiB comes at less than 5 MB/s."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_loading_from_a_slowed_disk_is_switched_off_and_on_again_when_it_recovers(
     engines: list[AuditedEngine], seed: int

@@ -38,6 +38,7 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     assert num_covered / num_trials > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_requests", "audit_ratio"), [(150, 0.2), (1000, 0.02)])
 def test_a_run_of_live_requests_is_covered_about_as_often_as_it_says(
     num_requests: int, audit_ratio: float

@@ -105,6 +105,7 @@ def test_what_was_stored_or_about_to_be_is_loaded_into_the_cache_that_came_back(
     assert after[:, -1].tolist() == [0] * 6 + [13, 14]
 
 
+@pytest.mark.slow
 def test_nothing_leads_to_a_cache_that_was_taken_away(half: OffloadingConnectorWorker) -> None:
     memory = make_memory()
     half.register_kv_caches(make_caches(memory))

@@ -247,6 +247,7 @@ def test_without_a_cache_both_directions_decline(device: str, caplog: pytest.Log
     handlers.shutdown()
 
 
+@pytest.mark.slow
 def test_after_detach_nothing_leads_to_the_tensor_that_was_copied() -> None:
     memory = np.ones((4, PAGE_BYTES), dtype=np.int8)
     handlers = CpuGpuOffloadingHandlers(one_tensor(torch.from_numpy(memory)), 1, 4)

@@ -134,6 +134,7 @@ def worker_processes(name: str, *, has_tiers: bool) -> Iterator[Callable[[int, s
             worker.communicate(timeout=HANG_GUARD_S)
 
 
+@pytest.mark.slow
 def test_two_workers_in_two_processes_keep_one_copy_that_both_load() -> None:
     name = "parts-once"
     scheduler = TieringOffloadingSpec(make_config(None, name))
@@ -157,6 +158,7 @@ def test_two_workers_in_two_processes_keep_one_copy_that_both_load() -> None:
         scheduler.shutdown()
 
 
+@pytest.mark.slow
 def test_host_memory_alone_has_one_copy_too_in_a_region_that_every_half_proves() -> None:
     name = f"parts-host-{uuid4().hex}"
     scheduler = CPUOffloadingSpec(make_config(None, name, has_tiers=False))

@@ -171,6 +171,7 @@ def test_a_child_that_releases_and_drops_the_lock_takes_nothing_from_its_parent(
     locks[0].release()
 
 
+@pytest.mark.slow
 def test_a_child_forked_while_another_thread_takes_and_releases_holds_nothing(tmp_path: Path) -> None:
     is_over = threading.Event()
 

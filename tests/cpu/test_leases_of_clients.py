@@ -218,6 +218,7 @@ def test_a_lease_is_extended_and_not_shortened() -> None:
     assert held_of(manager, prompt) == 0
 
 
+@pytest.mark.slow
 def test_a_pinned_prompt_is_stored_although_the_policy_would_refuse_it() -> None:
     clock = ManualClock()
     manager = CPUOffloadingManager(200, "hazard", clock=clock)

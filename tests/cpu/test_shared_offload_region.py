@@ -169,6 +169,7 @@ def test_cleanup_gives_everything_back_and_may_be_repeated(engine: Engine) -> No
         worker.create_kv_memoryview()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [lambda region: region.create_next_view(24), lambda region: region.create_kv_memoryview()]
 )
@@ -243,6 +244,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["sealed", "named"])
 def test_after_a_kill_a_sealed_region_is_gone_and_a_named_one_is_replaced(tmp_path: Path, state: str) -> None:
     crashed = subprocess.run(

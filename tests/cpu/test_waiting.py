@@ -283,6 +283,7 @@ def test_a_request_that_ends_in_its_engines_queue_is_forgotten(waiting: WaitingR
     assert waiting.by_request.get(request) is None
 
 
+@pytest.mark.slow
 def test_deadlines_that_nobody_forgets_are_bounded(holder: CountingHolder) -> None:
     waiting = WaitingRequests(holder, DEADLINE_S)
     first = ReqContext("first")

@@ -11,6 +11,7 @@ VLLM_EXAMPLES = ROOT / "examples" / "vllm"
 EXAMPLES = [path for path in sorted((ROOT / "examples").rglob("*.py")) if VLLM_EXAMPLES not in path.parents]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_an_example_runs_as_it_stands(example: Path, tmp_path: Path) -> None:
     done = subprocess.run(

@@ -50,6 +50,7 @@ def test_the_path_stays_short_enough_to_be_held_in_the_head(traced: list[str]) -
         assert all(number <= limit for number, limit in zip(numbers[path], MOST, strict=True)), path
 
 
+@pytest.mark.slow
 def test_each_member_that_the_page_names_is_there() -> None:
     sources: dict[str, str] = {}
     for path in PACKAGE.rglob("*.py"):

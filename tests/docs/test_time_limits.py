@@ -97,6 +97,7 @@ def test_every_row_of_the_page_is_read() -> None:
     assert len(LIMITS) == len(rows)
 
 
+@pytest.mark.slow
 def test_every_constant_stands_on_the_page_with_its_value() -> None:
     assert {(limit.where.strip("`"), limit.name): limit.default for limit in CONSTANTS} == constants()
 

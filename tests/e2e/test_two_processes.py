@@ -36,6 +36,7 @@ def engine(set_up: SetUp) -> Iterator[KVTierEngine]:
         yield engine
 
 
+@pytest.mark.slow
 def test_a_running_engine_hits_what_another_process_wrote_after_it_started(
     set_up: SetUp, engine: KVTierEngine, tmp_path: Path
 ) -> None:

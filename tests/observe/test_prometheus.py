@@ -124,6 +124,7 @@ def test_a_closed_server_gives_its_port_back_and_closing_twice_is_fine() -> None
         assert scrape(again.url)
 
 
+@pytest.mark.slow
 def test_clients_that_send_half_a_request_take_no_more_than_their_share_and_keep_nobody_out() -> None:
     num_threads = threading.active_count()
     with ExitStack() as held, serve_metrics(FakeEngine({"connector.requests": 1.0}), 0) as server:

@@ -222,7 +222,7 @@ ConnectorModel.TestCase.settings = settings(
     max_examples=num_examples(400), stateful_step_count=50, deadline=None
 )
 # What has failed is made small for up to five minutes; the usual limit of a test would come first.
-TestConnectorModel = pytest.mark.timeout(num_examples(900))(ConnectorModel.TestCase)
+TestConnectorModel = pytest.mark.slow(pytest.mark.timeout(num_examples(900))(ConnectorModel.TestCase))
 
 
 @pytest.mark.walks

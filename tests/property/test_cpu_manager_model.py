@@ -329,13 +329,13 @@ MODEL_SETTINGS = settings(
     suppress_health_check=[HealthCheck.too_slow],
 )
 
-TestLRUModel = CPUManagerMachine.TestCase
-TestARCModel = ARCMachine.TestCase
-TestHazardModel = HazardMachine.TestCase
-TestParkingLRUModel = ParkingLRUMachine.TestCase
-TestParkingARCModel = ParkingARCMachine.TestCase
-TestFilteredModel = FilteredMachine.TestCase
-TestFilteredARCModel = FilteredARCMachine.TestCase
+TestLRUModel = pytest.mark.slow(CPUManagerMachine.TestCase)
+TestARCModel = pytest.mark.slow(ARCMachine.TestCase)
+TestHazardModel = pytest.mark.slow(HazardMachine.TestCase)
+TestParkingLRUModel = pytest.mark.slow(ParkingLRUMachine.TestCase)
+TestParkingARCModel = pytest.mark.slow(ParkingARCMachine.TestCase)
+TestFilteredModel = pytest.mark.slow(FilteredMachine.TestCase)
+TestFilteredARCModel = pytest.mark.slow(FilteredARCMachine.TestCase)
 TestLRUModel.settings = TestARCModel.settings = TestHazardModel.settings = MODEL_SETTINGS
 TestFilteredModel.settings = TestFilteredARCModel.settings = MODEL_SETTINGS
 TestParkingLRUModel.settings = TestParkingARCModel.settings = MODEL_SETTINGS

@@ -3,6 +3,7 @@
 import random
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.property.parking_policies import LRU_PARKING
@@ -188,7 +189,7 @@ class LossModel(RuleBasedStateMachine):
         return self.driver.manager.stats()["open_jobs"] > 0
 
 
-TestLosses = LossModel.TestCase
+TestLosses = pytest.mark.slow(LossModel.TestCase)
 TestLosses.settings = settings(
     max_examples=num_examples(60),
     stateful_step_count=40,

@@ -155,13 +155,13 @@ class HazardMachine(PolicyMachine):
         assert all(key in remaining for key in admitted)
 
 
-TestLRUMachine = LRUMachine.TestCase
-TestARCMachine = ARCMachine.TestCase
-TestHazardMachine = HazardMachine.TestCase
+TestLRUMachine = pytest.mark.slow(LRUMachine.TestCase)
+TestARCMachine = pytest.mark.slow(ARCMachine.TestCase)
+TestHazardMachine = pytest.mark.slow(HazardMachine.TestCase)
 MODEL_SETTINGS = settings(max_examples=num_examples(150), stateful_step_count=60, deadline=None)
 TestLRUMachine.settings = TestARCMachine.settings = MODEL_SETTINGS
-TestToldLRUMachine = ToldLRUMachine.TestCase
-TestToldARCMachine = ToldARCMachine.TestCase
+TestToldLRUMachine = pytest.mark.slow(ToldLRUMachine.TestCase)
+TestToldARCMachine = pytest.mark.slow(ToldARCMachine.TestCase)
 TestHazardMachine.settings = TestToldLRUMachine.settings = TestToldARCMachine.settings = MODEL_SETTINGS
 
 

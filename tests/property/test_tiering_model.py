@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from tests.property.miss_law import MissLaw
@@ -444,11 +445,10 @@ def wants_everything(settings: TierSettings) -> bool:
     return settings.cascade is not CascadeMode.ON_EVICT and not is_choosy
 
 
-TestTieringModel = TieringModel.TestCase
+TestTieringModel = pytest.mark.slow(TieringModel.TestCase)
 TestTieringModel.settings = settings(
     max_examples=num_examples(100),
     stateful_step_count=40,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
 

@@ -105,6 +105,7 @@ SETTINGS = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=num_examples(60), deadline=None)
 @given(data=st.data(), trace=traces())
 def test_no_chain_of_tiers_finds_more_than_its_bound(data: st.DataObject, trace: Trace) -> None:

@@ -111,6 +111,7 @@ def hits(trace: Trace, policy: str, known: ClientHints, noise: HintNoise = EXACT
     return 100 * replay_host(trace, cache).hit_ratio
 
 
+@pytest.mark.slow
 def test_on_made_up_chats_hints_are_worth_points_and_lies_cost_little(chat: Trace) -> None:
     without = hits(chat, "hazard", ClientHints.NONE)
     assert hits(chat, "hazard", CONTINUES) > without + 2
@@ -135,6 +136,7 @@ def behind(trace: Trace, known: ClientHints) -> ChainReplay:
     return replay_chain(trace, host)
 
 
+@pytest.mark.slow
 def test_a_tier_with_admission_writes_less_of_what_ends_or_comes_back_too_late(chat: Trace) -> None:
     without, ends, returns = (behind(chat, known) for known in (ClientHints.NONE, CONTINUES, RETURNS))
     assert ends.written_blocks["disk"] < 0.9 * without.written_blocks["disk"]

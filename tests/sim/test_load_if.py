@@ -88,6 +88,7 @@ def test_a_slow_tier_costs_time_when_all_of_it_is_loaded_and_none_when_only_what
     assert faster.counters["connector.not_loaded_tokens.fs"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gigabytes_per_s", [0.5, 1.0, 2.0, 3.0])
 def test_a_tier_near_its_break_even_is_no_worse_than_always_nor_on_average_than_never(
     trace: Trace, without: Simulation, gigabytes_per_s: float
@@ -102,6 +103,7 @@ def test_a_tier_near_its_break_even_is_no_worse_than_always_nor_on_average_than_
     assert faster.total.first_token.p90_s <= without.total.first_token.p90_s
 
 
+@pytest.mark.slow
 def test_a_fast_tier_is_loaded_from_as_with_always(trace: Trace) -> None:
     fast = tier(20 * GB)
 
@@ -112,6 +114,7 @@ def test_a_fast_tier_is_loaded_from_as_with_always(trace: Trace) -> None:
     assert faster.total.first_token == always.total.first_token
 
 
+@pytest.mark.slow
 def test_of_a_fast_disk_and_a_slow_store_the_disk_is_loaded_from(trace: Trace) -> None:
     disk, store = tier(10 * GB, "disk", num_blocks=500), tier(0.05 * GB, "obj", latency_s=0.05)
 
@@ -132,6 +135,7 @@ def test_what_is_computed_although_a_tier_has_it_is_not_written_there_again(trac
     assert disk.writes_per_unique_block <= 1.0
 
 
+@pytest.mark.slow
 def test_a_tier_that_becomes_slow_is_given_up_and_taken_up_again_when_it_recovers(trace: Trace) -> None:
     fast, slow = tier(20 * GB).speed, tier(0.05 * GB).speed
     last_s = trace.requests[-1].arrival_s
@@ -165,6 +169,7 @@ def test_a_tier_that_becomes_slow_is_given_up_and_taken_up_again_when_it_recover
     assert slowest_s(LoadIf.FASTER) < slowest_s(LoadIf.ALWAYS)
 
 
+@pytest.mark.slow
 def test_equal_input_gives_an_equal_result(trace: Trace) -> None:
     slow = tier(1 * GB)
 

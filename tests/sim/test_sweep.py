@@ -164,6 +164,7 @@ if __name__ == "__main__":
 """A sweep whose simulations never end, but for the first, after which it names its processes."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_no_process_outlives_a_sweep_that_is_ended(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "stuck_sweep.py").write_text(STUCK)

@@ -203,6 +203,7 @@ def test_a_ring_rotates_and_drops() -> None:
     assert not Path(ring.path).exists()
 
 
+@pytest.mark.slow
 def test_what_is_new_happens_in_a_few_storms() -> None:
     seen = {name for seed in range(12) for name in run_episode(Episode(seed, num_operations=100)).seen}
     assert {"key rotated", "tenant purged", "tenant purged in a tier"} <= seen

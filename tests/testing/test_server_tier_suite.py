@@ -65,6 +65,7 @@ def run(pytester: pytest.Pytester, name: str, *options: str) -> tuple[int, int, 
     return len(outcomes[0]), len(outcomes[1]), [report.nodeid for report in outcomes[2]]
 
 
+@pytest.mark.slow
 def test_a_right_tier_passes(pytester: pytest.Pytester) -> None:
     num_passed, num_skipped, failed = run(pytester, "RightSuite")
     assert num_passed > 0

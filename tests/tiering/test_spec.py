@@ -354,6 +354,7 @@ def start(process: "subprocess.Popen[str]") -> None:
     process.stdin.flush()
 
 
+@pytest.mark.slow
 def test_an_engine_in_another_process_keeps_its_id_until_it_is_killed() -> None:
     with engine_process("killed") as first:
         start(first)
@@ -370,6 +371,7 @@ def test_an_engine_in_another_process_keeps_its_id_until_it_is_killed() -> None:
     assert leftovers("killed") == []
 
 
+@pytest.mark.slow
 def test_of_engines_that_start_at_the_same_time_in_two_processes_one_is_refused() -> None:
     with engine_process("race") as first, engine_process("race") as second:
         for process in (first, second):

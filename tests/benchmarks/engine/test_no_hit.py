@@ -13,6 +13,7 @@ from benchmarks.harness.rounds import order_of
 from benchmarks.harness.suite import Options
 
 
+@pytest.mark.slow
 def test_every_case_has_its_pairs_and_the_rest_of_the_work_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(no_hit, "make_model", lambda: make_model(1, 64))
     monkeypatch.setattr(no_hit, "PROMPT_TOKENS", 32)

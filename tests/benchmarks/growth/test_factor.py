@@ -33,6 +33,7 @@ def test_the_bar_is_between_the_logarithm_and_the_square_root(
     assert measurement.is_met is is_met
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("suite", "sizes", "label", "num_growths"),
     [

@@ -35,6 +35,7 @@ def test_equal_values_span_nothing() -> None:
     assert width_of(STEADY, STEADY) == 0.0
 
 
+@pytest.mark.slow
 def test_two_known_medians_of_one_machine_are_rarely_further_apart_than_two_runs_may_be() -> None:
     draw = np.random.default_rng(0)
 

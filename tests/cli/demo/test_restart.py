@@ -19,6 +19,7 @@ def test_the_last_turns_of_the_conversations_served_last_are_chosen() -> None:
     assert [one.turn.label for one in chosen] == ["2.2", "3.2", "4.2"]
 
 
+@pytest.mark.slow
 def test_a_child_that_fails_is_one_error_with_what_it_said(tmp_path: Path) -> None:
     set_up = SetUp(
         ModelOptions(str(tmp_path), 1, 256, 0), DevicePoolOptions(8, 2**20, "fs"), {"root_dir": str(tmp_path)}

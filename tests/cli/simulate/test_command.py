@@ -261,6 +261,7 @@ def test_a_hit_that_computes_sooner_is_computed_where_that_was_asked_for(
     )
 
 
+@pytest.mark.slow
 def test_a_tier_writes_less_where_it_takes_only_what_is_likely_to_come_back(tmp_path: Path) -> None:
     trace, numbers = tmp_path / "trace.jsonl", tmp_path / "numbers.json"
     chats = ([chat, 10 + chat, 20 + chat] for _ in range(120) for chat in range(5))

@@ -102,6 +102,7 @@ def test_hints_of_a_client_without_a_name_are_passed_on() -> None:
     assert trust.hear(said, 10_000.0) is said
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_however_many_names_a_client_makes_up() -> None:
     trust = HintTrust()
     for number in range(3 * MAX_CLAIMS):

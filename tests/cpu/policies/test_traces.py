@@ -85,6 +85,7 @@ def test_the_made_up_trace_is_the_same_everywhere(made_up: Trace) -> None:
     assert found == (3_100, 34_667, 19_026)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", MADE_UP_HITS)
 def test_each_policy_finds_what_it_found_of_made_up_chats(made_up: Trace, policy: str) -> None:
     found = [replay_host(made_up, HostCache(capacity, policy)).num_hits for capacity in MADE_UP_CAPACITIES]

@@ -37,6 +37,7 @@ def settings_of(folder: Path, **more: object) -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_prompt_in_other_chunks_is_never_wrong(
     tiny: Tiny, make_engine: MakeEngine, prompt_of: PromptOf, tmp_path: Path, dtype: torch.dtype
@@ -85,6 +86,7 @@ def test_blocks_of_other_weights_under_the_same_name_are_found_and_deleted(
     assert wrong.isdisjoint(tmp_path.rglob("*.kv"))
 
 
+@pytest.mark.slow
 def test_the_interval_covers_what_loading_saves(
     llama: LlamaForCausalLM, make_engine: MakeEngine, prompt_of: PromptOf
 ) -> None:

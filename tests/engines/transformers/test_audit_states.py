@@ -144,6 +144,7 @@ def store(engine: KVTierEngine, prompts: list[list[int]]) -> None:
     assert engine.drain(SECONDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [("qwen3_next", torch.float32), *((name, torch.bfloat16) for name in MAKERS if name != "jamba")],

@@ -55,6 +55,7 @@ def test_equal_models_have_equal_names(model: LlamaForCausalLM) -> None:
     assert digest_of(copy.deepcopy(model)) == digest_of(model)
 
 
+@pytest.mark.slow
 def test_the_last_bit_of_any_parameter_or_buffer_counts(model: LlamaForCausalLM) -> None:
     namer = ModelNamer(ModelAdapter(model), EngineConfig(8))
     seen = {namer.name().weights}
@@ -127,6 +128,7 @@ def test_each_setting_counts_unless_it_is_excluded_with_a_reason(llama: LlamaFor
     assert {"rope_theta", "_attn_implementation_internal", "use_cache", "_name_or_path"} <= tried
 
 
+@pytest.mark.slow
 def test_each_attribute_of_each_module_counts_unless_it_is_excluded_with_a_reason(
     model: LlamaForCausalLM,
 ) -> None:
@@ -204,6 +206,7 @@ print(name.weights, name.config_digest)
 """
 
 
+@pytest.mark.slow
 def test_another_process_with_another_home_and_hash_seed_gives_the_same_name(
     tmp_path: Path,
     tiny: Any,  # noqa: ANN401 - the fixture's type is another module's

@@ -78,6 +78,7 @@ def run(engine: KVTierEngine, prompt: list[int]) -> GenerationResult:
     return result
 
 
+@pytest.mark.slow
 @each_model
 def test_answers_are_those_of_plain_generate_from_every_tier(
     model: PreTrainedModel, prompt: list[int], plain: Plain, start: MakeEngine, settings: Settings
@@ -148,6 +149,7 @@ def test_answers_are_found_as_prefixes_of_the_next_turn(
     assert_same(result, plain(model, following, NUM_NEW_TOKENS))
 
 
+@pytest.mark.slow
 @one_of_each_kind
 def test_other_prompts_push_a_prefix_out_of_the_device_and_it_comes_from_the_host(
     model: PreTrainedModel, prompt: list[int], plain: Plain, start: MakeEngine, prompt_of: PromptOf
@@ -366,6 +368,7 @@ def test_plain_generate_goes_on_from_a_cache_with_states(
     assert cache.commit() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["jamba"], indirect=True)
 def test_a_model_that_goes_on_by_token_keeps_the_last_state_of_a_prompt_computed_at_once(
     model: PreTrainedModel,

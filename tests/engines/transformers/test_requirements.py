@@ -16,6 +16,7 @@ except MissingExtraError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["torch", "transformers"])
 def test_a_missing_library_names_the_extra(module: str) -> None:
     done = subprocess.run(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing.tier_suite import TierDriver, make_config, make_rows
-from kvtier.tiering.fs import FSTier
+from kvtier.tiering.fs import FSTier, evictor
 
 HANG_GUARD_S = 60.0
 
@@ -17,6 +17,12 @@ StartTier = Callable[..., TierDriver]
 def root(tmp_path: Path) -> Path:
     """The directory of the tiers of a test; it does not exist yet."""
     return tmp_path / "blocks"
+
+
+@pytest.fixture
+def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look at directories without the pauses of a second that spare a disk."""
+    monkeypatch.setattr(evictor, "CHECK_S", 0.01)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from kvtier.errors import ConfigError
 from kvtier.misses import MissCause
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import TierDriver, key_of, make_config, make_rows
-from kvtier.tiering.fs import FSTier, evictor
+from kvtier.tiering.fs import FSTier
 from kvtier.tiering.fs.block_file import TOUCH_INTERVAL_S
 from kvtier.tiering.fs.shared_usage import unpack_record
 
@@ -106,10 +106,8 @@ def test_another_tier_does_not_find_what_is_over(start_tier: StartTier, root: Pa
     assert not reader.load([1]).success
 
 
-def test_room_of_what_is_over_is_given_back_without_any_request(
-    start_tier: StartTier, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(evictor, "CHECK_S", 0.01)
+@pytest.mark.usefixtures("look_often")
+def test_room_of_what_is_over_is_given_back_without_any_request(start_tier: StartTier, root: Path) -> None:
     wall = WallClock()
     writer = start_tier("model-b")
     assert writer.store([1, 2]).success

@@ -29,6 +29,7 @@ from kvtier.tiering.fs.store import FSBlockStore
 from kvtier.tiering.fs.system import SystemCalls
 from kvtier.tiering.kit.backend import rows_of
 
+pytestmark = pytest.mark.usefixtures("look_often")
 BLOCK_BYTES = ROW_BYTES + 4096
 FOLDER = 1 << 248
 """Between the numbers of blocks in neighbouring folders: a folder is called as the first byte of its keys."""

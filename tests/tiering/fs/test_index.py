@@ -24,6 +24,12 @@ def test_beyond_its_limit_the_first_key_added_goes() -> None:
     assert [number for number in range(5) if key(number) in index] == [3, 4]
 
 
+def test_beyond_its_limit_a_key_that_was_added_again_stays() -> None:
+    index = KeyIndex(2, is_complete=True)
+    index.add(map(key, (0, 1, 0, 2)))
+    assert [number for number in range(3) if key(number) in index] == [0, 2]
+
+
 def test_completeness_is_said_and_waited_for() -> None:
     index = KeyIndex(2, is_complete=False)
     assert not index.wait_complete(0.0)

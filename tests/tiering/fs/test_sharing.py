@@ -77,6 +77,7 @@ def test_a_block_that_b_evicts_between_as_lookup_and_load_fails_alone(
     assert driver.tier.stats()["absent"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit_blocks", [48, 192])
 def test_the_capacity_of_a_holds_while_b_writes(
     start_tier: StartTier, peers: Peers, root: Path, limit_blocks: int

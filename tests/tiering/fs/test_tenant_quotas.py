@@ -351,6 +351,17 @@ def test_nobody_within_his_quota_pays_for_one_beyond_it(
     {"alice": 2, "bob": None, "carol": None},
     [(False, ("bob", 0, 6)), (True, ("alice", 0, 6)), (False, ("carol", 0, 2))],
 ).via("a tenant is brought beyond his quota through another engine")
+@example(
+    {"alice": None, "bob": None, "carol": None},
+    [
+        (True, ("alice", 6, 1)),
+        (True, ("alice", 0, 6)),
+        (False, ("alice", 0, 3)),
+        (False, ("bob", 0, 8)),
+        (True, ("alice", 6, 8)),
+        (True, ("alice", 3, 4)),
+    ],
+).via("a block that another engine has evicted is stored again, and soon once more")
 @given(QUOTAS, st.lists(st.tuples(st.booleans(), STORE), max_size=25))
 def test_nobody_within_his_quota_pays_for_what_another_engine_has_stored(
     tmp_path_factory: pytest.TempPathFactory,

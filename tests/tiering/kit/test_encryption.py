@@ -267,6 +267,7 @@ def _draw(path: str, queue: "multiprocessing.Queue[list[tuple[int, bytes]]]") ->
     queue.put(draw_nonces(Path(path), 200))
 
 
+@pytest.mark.slow
 def test_no_nonce_comes_twice_over_threads_engines_restarts_and_processes(path: Path) -> None:
     shared = open_format(path)
     found: list[tuple[int, bytes]] = []

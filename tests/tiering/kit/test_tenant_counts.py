@@ -63,6 +63,7 @@ def test_the_index_counts_what_it_holds(steps: list[tuple[str, list[OffloadKey]]
         assert counts.num_blocks == expected([key for key in KEYS if key in index])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 @given(
     steps=st.lists(

@@ -94,6 +94,7 @@ def test_a_crash_while_the_file_is_made_leaves_one_that_is_made_anew(
     assert other.stat().st_size == capacity_of(NUM_SLOTS)
 
 
+@pytest.mark.slow
 def test_hundreds_of_blocks_with_random_kills_give_no_wrong_byte(start_tier: StartTier, path: Path) -> None:
     choose = random.Random(1)
     first = 0

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -149,7 +150,7 @@ class ARCSlabMachine(SlabMachine):
     policy = "arc"
 
 
-TestSlabUnderLRU = SlabMachine.TestCase
+TestSlabUnderLRU = pytest.mark.slow(SlabMachine.TestCase)
 TestSlabUnderLRU.settings = settings(max_examples=num_examples(40), stateful_step_count=25, deadline=None)
-TestSlabUnderARC = ARCSlabMachine.TestCase
+TestSlabUnderARC = pytest.mark.slow(ARCSlabMachine.TestCase)
 TestSlabUnderARC.settings = settings(max_examples=num_examples(20), stateful_step_count=25, deadline=None)

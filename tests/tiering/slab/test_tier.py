@@ -77,6 +77,7 @@ def test_while_the_index_is_rebuilt_an_unknown_key_is_asked_and_then_known(
     assert driver.load([1]).success
 
 
+@pytest.mark.slow
 def test_while_the_index_is_rebuilt_nothing_is_stored_and_nobody_waits_for_ever(
     rebuilding: tuple[SlowHeaders, TierDriver],
 ) -> None:

@@ -34,6 +34,7 @@ def test_a_class_is_made_of_its_levels(
     assert [stratum[0], *(level[0] for level in found)] == [*levels, 0, 0]
 
 
+@pytest.mark.slow
 def test_classes_are_as_many_as_combinations_of_levels() -> None:
     codes = np.arange(NUM_SHAPES * int(np.prod(FACTOR_LEVELS)))
 

@@ -79,6 +79,7 @@ def learned_policy(num_blocks: int = 200) -> HazardCachePolicy:
     return policy
 
 
+@pytest.mark.slow
 def test_what_it_hits_on_a_synthetic_stream_with_a_request_counter_as_its_clock() -> None:
     trace = chats_and_scans()
 
@@ -90,6 +91,7 @@ def test_what_it_hits_on_a_synthetic_stream_with_a_request_counter_as_its_clock(
     assert found == {100: (0, 5102), 200: (0, 10223), 400: (424, 20447)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_blocks", [120, 160, 240])
 def test_where_the_past_misleads_the_guard_keeps_it_close_to_lru(num_blocks: int) -> None:
     trace = turned()

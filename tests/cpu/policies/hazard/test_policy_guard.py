@@ -45,6 +45,7 @@ class Lead(NamedTuple):
     worst: float
 
 
+@pytest.mark.slow
 def test_beside_jobs_it_is_close_to_lru_or_above() -> None:
     require_close_to_lru(seed=4, share=0.03)
 
