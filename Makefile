@@ -23,7 +23,7 @@ LOCK ?= requirements/dev.txt
 CONSTRAINTS ?= constraints.txt
 PIP_ARGS ?=
 ARGS ?=
-JOBS ?= 2
+JOBS ?= 3
 ROUNDS ?= 3
 LOOPS ?= 4
 EXAMPLES ?= 10
@@ -60,7 +60,8 @@ SOURCES := src tests scripts $(if $(wildcard benchmarks/*.py),benchmarks) $(if $
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 LOCKED = --require-hashes --no-deps
 
-# Each process takes half of the tests, file after file, and whichever is done first takes over from the other.
+# Three processes share two cores, since some tests wait for threads and for other processes. Each takes its part, file
+# after file, and whichever is done first takes over from the others.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 QUICK := -m 'not (servers or traces or walks or slow)'
 .PHONY: help venv dependencies demo test test-loaded test-all fuzz fuzz-parsers crash storm mutants sanitize test-vllm test-sglang check bench bench-peers docs site wheel clean
