@@ -125,11 +125,14 @@ def record_of(root: Path) -> UsageRecord:
 
 
 def require_true_count(driver: TierDriver, root: Path) -> None:
-    """Wait until the shared count says what is on the disk, with nothing in flight."""
+    """Wait until the shared count says what is on the disk, nothing is in flight, and no recount is to come."""
+    counter = driver.tier._block_store._evictor  # type: ignore[attr-defined]  # an fs tier's
 
     def is_true() -> bool:
         record = record_of(root)
-        return (record.is_counted, record.used_bytes, record.in_flight_bytes) == (True, bytes_in(root), 0)
+        is_rough = counter._is_count_rough or counter.deletions.is_recount_due
+        is_settled = record.is_counted and not (is_rough or record.in_flight_bytes)
+        return is_settled and record.used_bytes == bytes_in(root)
 
     driver.poll_until(is_true)
 
