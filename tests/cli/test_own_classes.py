@@ -123,9 +123,8 @@ def test_a_class_that_is_not_there_is_one_line_that_names_the_option(
     assert "module 'own_package.parts' has no 'Mien': correct the name of the class" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "tier", ["own_package.parts:FolderTier", pytest.param("folder", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", ["own_package.parts:FolderTier", "folder"])
 def test_the_demo_runs_on_a_tier_of_one_s_own_and_finds_its_blocks_after_the_restart(
     packages: Path, tier: str
 ) -> None:

@@ -467,9 +467,7 @@ def test_another_process_goes_on_too(start_tier: StartTier, root: Path, remove: 
     try:
         assert peer.store(1, 2) == [1, 2]
         assert driver.load_right([1, 2]) == {1, 2}
-
         carry_out(remove, root)
-
         require_works(driver, root, BLOCKS)
         driver.poll_until(lambda: peer.store(1, 2) == [1, 2])
         assert driver.load_right([1, 2]) == {1, 2}
@@ -497,7 +495,5 @@ def test_nothing_is_made_while_nothing_is_stored(start_tier: StartTier, root: Pa
     assert driver.store(BLOCKS).success
     shutil.rmtree(root)
     driver.poll_until(lambda: not driver.tier.lookup(key_of(BLOCKS[0]), driver.request))
-
     assert driver.tier.shutdown(HANG_GUARD_S)
-
     assert not root.exists()
