@@ -35,6 +35,9 @@ SGLANG_VENV ?= .venv-sglang-$(SGLANG_VERSION)
 LMCACHE_VERSION ?= 0.5.6
 
 BIN := $(VENV)/bin
+DEMO_LOCK := $(if $(LOCK),requirements/demo.txt)
+DEMO_DEPENDENCIES := $(VENV)/.demo-dependencies
+DEMO_STAMP := $(VENV)/.demo-installed
 DEPENDENCIES := $(VENV)/.dependencies
 STAMP := $(VENV)/.installed
 VLLM_BIN := $(VLLM_VENV)/bin
@@ -71,23 +74,32 @@ help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | column -t -s '|'
 
 # What others have made comes first, and kvtier itself last: `.ci/run` lets the first part run beside something else.
-$(DEPENDENCIES): $(wildcard $(CONSTRAINTS)) $(LOCK)
+# The demo needs a third of the packages; what else the tests need comes into the same environment with `make test`.
+$(DEMO_DEPENDENCIES): $(wildcard $(CONSTRAINTS)) $(DEMO_LOCK)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvtier needs Python 3.11 or later: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(if $(LOCK),$(BIN)/python $(PIP_INSTALL) $(LOCKED) -r $(LOCK))
+	$(if $(DEMO_LOCK),$(BIN)/python $(PIP_INSTALL) $(LOCKED) -r $(DEMO_LOCK))
 	$(BIN)/python $(PIP_INSTALL) -c $(CONSTRAINTS) torch
 	@touch $@
 
-$(STAMP): $(DEPENDENCIES) pyproject.toml setup.py $(COMPILED)
+$(DEMO_STAMP): $(DEMO_DEPENDENCIES) pyproject.toml setup.py $(COMPILED)
 	@$(FORGET_COMPILED)
-	$(BIN)/python $(PIP_INSTALL) $(if $(LOCK),--no-build-isolation) -c $(CONSTRAINTS) -e '.[dev]'
+	$(BIN)/python $(PIP_INSTALL) $(if $(LOCK),--no-build-isolation) -c $(CONSTRAINTS) -e '.[demo]'
+	@touch $@
+
+$(DEPENDENCIES): $(DEMO_DEPENDENCIES) $(LOCK)
+	$(if $(LOCK),$(BIN)/python $(PIP_INSTALL) $(LOCKED) -r $(LOCK))
+	@touch $@
+
+$(STAMP): $(DEPENDENCIES) $(DEMO_STAMP)
+	$(if $(LOCK),,$(BIN)/python $(PIP_INSTALL) -c $(CONSTRAINTS) -e '.[dev]')
 	@touch $@
 
 dependencies: $(DEPENDENCIES) $(VLLM_DEPENDENCIES) $(SGLANG_DEPENDENCIES)  ## what kvtier needs, in all three environments: nothing is compiled
 
 venv: $(STAMP)  ## make the virtual environment with everything below
 
-demo: $(STAMP)  ## a model whose prefixes outlive its device memory, in under three minutes
+demo: $(DEMO_STAMP)  ## a model whose prefixes outlive its device memory, in under three minutes
 	$(BIN)/kvtier demo $(ARGS)
 
 test: $(STAMP)  ## what needs no server, no recorded trace and no minutes: under five minutes on two cores

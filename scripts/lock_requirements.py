@@ -1,6 +1,6 @@
 """Writes `requirements/`: every package of the project's environments with its version and the hashes of its files.
 
-`make venv`, `make test-vllm` and `make test-sglang` install from there with `pip --require-hashes`, so that what a
+`make demo`, `make venv`, `make test-vllm` and `make test-sglang` install from there with `pip --require-hashes`, so that what a
 package's index serves later is refused unless it is the file that was tested. A version that is locked stays until
 `--upgrade PACKAGE` or `--upgrade-all`. torch and what comes with its builds for CUDA are left out: which build fits
 depends on the machine, so `constraints.txt` pins torch's version alone. Needs uv, which is not part of any environment:
@@ -19,6 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = Path("requirements")
 
 DEV = "dev.txt"
+DEMO = "demo.txt"
+"""Those of DEV that `make demo` needs, with the same versions."""
+
 VLLM = "vllm-{version}.txt"
 SGLANG = "sglang-{version}.txt"
 SGLANG_ITSELF = "sglang-{version}-itself.txt"
@@ -33,7 +36,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the locks anew: dev.txt by resolving, those of engines from the environments where they are installed."""
+    """Write the locks anew: ours by resolving, those of engines from the environments where they are installed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--upgrade", action="append", default=[], metavar="PACKAGE", help="take its newest version"
@@ -57,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         kept = ["--output-file", str(FOLDER / DEV)] if (ROOT / FOLDER / DEV).exists() else []
         upgrades = ["--upgrade"] if given.upgrade_all else []
         upgrades += [text for package in given.upgrade for text in ("--upgrade-package", package)]
-        write(DEV, run_uv(["--constraints", "constraints.txt", *kept, *upgrades], ["-e .[dev]"]))
+        torch = ["--constraints", "constraints.txt"]
+        write(DEV, run_uv([*torch, *kept, *upgrades], ["-e .[dev]"]))
+        write(DEMO, run_uv([*torch, "--constraints", str(FOLDER / DEV)], ["-e .[demo]"]))
 
 
 def write(name: str, resolved: str) -> None:

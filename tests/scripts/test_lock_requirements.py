@@ -54,6 +54,7 @@ def wanted(extra: str) -> list[Requirement]:
 @pytest.mark.parametrize(
     ("lock", "extras"),
     [
+        ("demo.txt", ["demo"]),
         ("dev.txt", ["dev"]),
         ("vllm-0.32.0.txt", ["fs", "testing"]),
         ("sglang-0.5.23.txt", ["fs", "valkey", "obj", "servers", "testing"]),
@@ -64,6 +65,11 @@ def test_a_lock_has_what_the_project_asks_for(lock: str, extras: list[str]) -> N
     for requirement in [one for extra in extras for one in wanted(extra)]:
         found = versions.get(requirement.name.lower().replace("_", "-"), [])
         assert any(version in requirement.specifier for version in found), f"{requirement}: {found}"
+
+
+def test_the_demo_s_packages_are_a_part_of_those_of_the_tests() -> None:
+    demo, tests = (locked_versions(ROOT / "requirements" / name) for name in ("demo.txt", "dev.txt"))
+    assert demo.items() < tests.items()
 
 
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda path: path.name)
