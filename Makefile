@@ -102,7 +102,7 @@ venv: $(STAMP)  ## make the virtual environment with everything below
 demo: $(DEMO_STAMP)  ## a model whose prefixes outlive its device memory, in under three minutes
 	$(BIN)/kvtier demo $(ARGS)
 
-test: $(STAMP)  ## what needs no server, no recorded trace and no minutes: under five minutes on two cores
+test: $(STAMP)  ## what needs no server, no recorded trace and no seconds: about three minutes on two cores
 	$(PYTEST) $(QUICK) $(ARGS)
 
 test-loaded: $(STAMP)  ## the same three times next to four busy loops: no test may depend on how busy a machine is

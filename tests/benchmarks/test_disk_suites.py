@@ -317,6 +317,7 @@ def test_a_folder_that_cannot_be_spread_is_left_alone() -> None:
     assert folder.is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_direct", [False, True])
 def test_in_a_full_directory_each_put_takes_the_place_of_older_blocks(
     tmp_path: Path, is_direct: bool, monkeypatch: pytest.MonkeyPatch

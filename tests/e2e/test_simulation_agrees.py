@@ -164,6 +164,7 @@ def assert_agree(
     assert min(totals.values()) >= 2 * BLOCK_TOKENS, totals
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [Sizes(12, 12), Sizes(12, 16), Sizes(16, 18)], ids=str)
 @pytest.mark.parametrize("seed", range(3))
 def test_hits_of_device_host_and_files_are_those_of_the_real_engine(

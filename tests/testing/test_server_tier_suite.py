@@ -73,6 +73,7 @@ def test_a_right_tier_passes(pytester: pytest.Pytester) -> None:
     assert (num_skipped, failed) == (3, [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words"), [(name, words) for name, tests in CAUGHT_BY.items() for words in tests]
 )

@@ -178,6 +178,7 @@ def test_states_are_compared_and_those_of_other_chunks_are_never_wrong(
     assert compared["equal"] + compared["close"] >= 4 * NUM_PROMPTS * num_blocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "falcon_h1"])
 @pytest.mark.parametrize("plant", FAULTS)
 def test_a_wrong_state_is_found_within_a_few_hits(

@@ -132,6 +132,7 @@ CHANGES: dict[str, Change] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_changed_model_answers_as_generate_and_leaves_the_blocks_of_before_alone(
     name: str,
@@ -351,6 +352,7 @@ STATES: dict[str, Change] = {name: CHANGES[name] for name in CHANGES if "adapter
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.parametrize("revision", [None, "r1"])
 def test_a_new_process_whose_model_is_in_another_state_finds_none_of_the_blocks(

@@ -38,6 +38,7 @@ def assert_only_whole_blocks(start_tier: StartTier, root: Path) -> None:
 INSTANTS = ["open:9", "pwritev:9", "pwritev-after:9", "open-after:30"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [(instant,) for instant in (*INSTANTS, "link:5", "link-after:5")]
@@ -56,6 +57,7 @@ def test_a_writer_that_dies_inside_publishing_leaves_whole_blocks_only(
     assert_only_whole_blocks(start_tier, root)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(NUM_SEEDED_KILLS))
 def test_a_writer_killed_at_a_seeded_instant_leaves_whole_blocks_only(
     start_tier: StartTier, root: Path, seed: int

@@ -32,6 +32,7 @@ def assert_only_whole_blocks(start_tier: StartTier, path: Path, num_numbers: int
     return len(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "num_bytes", [0, 100, 4096, 4097, 8192, ROW_BYTES + 4095, ROW_BYTES + 4096 + 60, 10**9]
 )
@@ -51,6 +52,7 @@ def test_a_writer_that_dies_within_a_write_leaves_whole_blocks_only(
     assert assert_only_whole_blocks(start_tier, path, last + 3 * NUM_ROWS) >= NUM_SLOTS - 2 * NUM_ROWS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(NUM_SEEDED_KILLS))
 def test_a_writer_killed_at_a_seeded_instant_leaves_whole_blocks_only(
     start_tier: StartTier, path: Path, seed: int
