@@ -7,20 +7,14 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 
+from tests.checked_engine.engine import CheckedEngine
+from tests.checked_engine.laws import Router, block_of, check_records
+from tests.checked_engine.memory import PAGE_BYTES, HostRows, SlowHandler
+from tests.checked_engine.requests import CheckedRequest, Phase
+from tests.checked_engine.rules import EngineRules, ResetKind
 from tests.connector.fakes import HASH_TOKENS
-from tests.property.connector_device import (
-    CELL_BYTES,
-    PAGE_CELLS,
-    HostRows,
-    SlowHandler,
-)
-from tests.property.connector_engine import SimEngine
-from tests.property.connector_laws import check_records
 from tests.property.connector_managers import MoodyCPUManager, MoodyTieringManager
-from tests.property.connector_requests import Phase, SimRequest
-from tests.property.connector_router import ConnectorRouter
 
 from kvtier.config import GroupKind, KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.testing.clock import ManualClock
@@ -62,7 +56,7 @@ def state(block_tokens: int) -> KVGroup:
 
 
 def _group(kind: GroupKind, block_tokens: int, window_tokens: int | None = None) -> KVGroup:
-    return KVGroup(block_tokens, ("layer",), PAGE_CELLS * CELL_BYTES, kind, window_tokens)
+    return KVGroup(block_tokens, ("layer",), PAGE_BYTES, kind, window_tokens)
 
 
 LAYOUTS: dict[str, tuple[KVGroup, ...]] = {
@@ -79,55 +73,37 @@ LAYOUTS: dict[str, tuple[KVGroup, ...]] = {
 }
 
 
-class ResetKind(Enum):
-    """What happens around a reset of the connector."""
-
-    AS_VLLM = "as vLLM"
-    PREEMPTING = "pre-empting"
-    KEEPING = "keeping"
-    CONNECTOR = "connector"
-
-
 @dataclass(frozen=True)
 class EngineOptions:
     """How an engine is built.
 
     Attributes:
+        rules: how the engine goes about its steps.
         layout: the KV groups, by name.
         factor: device blocks in an offloaded block; 1 where block sizes differ or a state is kept.
         num_slots: rows of the primary tier.
-        num_steps_ahead: steps that may be planned before the output of the one before was taken.
         is_tiered: whether a secondary tier stands behind the primary.
         is_prompt_only: whether only blocks of prompts are stored.
         pool_ratio: size of the device pool, as a multiple of what the longest request needs.
-        names_resumed_as_new: how resumed requests are announced.
         is_storing_late: stores are carried out long after they were begun, unless somebody waits for them.
         copies_newest_first: handlers begin with what was submitted last.
-        has_region: nothing moves before the workers have reported the region that they have mapped.
-        calls_preemption_hook: workers are told of a step before its loads begin, or by that alone.
         is_choosing: only what is faster than computing is loaded.
-        state_interval: tokens between two states that the engine keeps and names; None: it keeps each block's and names
-            none. A layout without states makes no use of it.
         computes_last_token: whether a prompt may be loaded whole, whose last token is computed again.
         cache_policy: of the primary tier in front of another.
         tier_settings: what each tier wants, fastest first; of several the first is small.
     """
 
+    rules: EngineRules
     layout: str
     factor: int = 1
     num_slots: int = 16
-    num_steps_ahead: int = 0
     is_tiered: bool = False
     is_prompt_only: bool = False
     pool_ratio: float = 3.0
-    names_resumed_as_new: bool = False
     is_storing_late: bool = False
     copies_newest_first: bool = False
-    has_region: bool = False
-    calls_preemption_hook: bool = True
     is_choosing: bool = False
     computes_last_token: bool = False
-    state_interval: int | None = None
     cache_policy: str = "lru"
     tier_settings: tuple[TierSettings, ...] = (TierSettings(),)
 
@@ -175,29 +151,20 @@ class ConnectorDriver:
             tiers = make_tiers(config, primary.get_kv_memoryview(), options.tier_settings)
             self.manager = MoodyTieringManager(primary, tiers, True, measures_loads=True, clock=self.clock)
         num_needed = sum(-(-MAX_TOKENS // group.block_size_tokens) for group in groups)
-        self.engine = SimEngine(
-            config,
-            self.manager,
-            rows,
-            1 + int(num_needed * options.pool_ratio),
-            names_resumed_as_new=options.names_resumed_as_new,
-            has_region=options.has_region,
-            calls_preemption_hook=options.calls_preemption_hook,
-            state_interval=options.state_interval,
-            is_ready=lambda key: (block := table.get_block(key)) is not None and block.is_ready,
-        )
-        self.router = ConnectorRouter(self.engine.scheduler, table, tiers)
+        num_device_blocks = 1 + int(num_needed * options.pool_ratio)
+        self.engine = CheckedEngine(config, self.manager, table, rows, num_device_blocks, options.rules)
+        self.router, self._table = Router(), table
+        self._tiers = dict(zip(("example", "example.1"), tiers, strict=False))
         for worker in self.engine.workers:
             worker.loads.is_newest_first = worker.stores.is_newest_first = options.copies_newest_first
         self.options = options
-        self.max_steps = 1 + options.num_steps_ahead
-        self.requests: list[SimRequest] = []
+        self.requests: list[CheckedRequest] = []
         self.is_ideal = options.num_slots >= NUM_ROOMY_SLOTS and not options.is_choosing
         # A block that leaves a window, or a state that is overtaken, before its neighbours in the same offloaded
         # block are computed cannot be stored.
         self._keeps_blocks = {group.kind for group in groups} == {GroupKind.FULL}
         self._stores_everything = factor == 1 or self._keeps_blocks
-        self._align_tokens = _find_align_tokens(groups, factor, options.state_interval)
+        self._align_tokens = _find_align_tokens(groups, factor, options.rules.state_interval)
 
     @property
     def seen(self) -> Counter[str]:
@@ -211,7 +178,7 @@ class ConnectorDriver:
         num_tokens = min(len(tokens), MAX_TOKENS - 1)
         name = self._free_name()
         limit = min(MAX_TOKENS, num_tokens + num_new)
-        request = SimRequest(name, list(tokens[:num_tokens]), limit, params)
+        request = CheckedRequest(name, list(tokens[:num_tokens]), limit, params)
         self.engine.add(request)
         self.requests.append(request)
 
@@ -223,43 +190,29 @@ class ConnectorDriver:
 
     def serve(self, tokens: list[int], num_new: int) -> None:
         """A request comes when the device has forgotten everything, and everybody is served."""
-        self.forget_on_device()
+        self.engine.cache.forget()
         self.arrive(tokens, num_new)
         self.run_out()
 
-    def schedule(self, chunk: int, drafts: list[bool]) -> None:
-        """The engine plans a step, unless it is as far ahead as it may be."""
-        if len(self.engine.steps) < self.max_steps:
-            self.engine.schedule(chunk, drafts)
-
-    def execute(self) -> None:
-        """The workers carry out a step."""
-        if any(step.report is None for step in self.engine.steps):
-            self.engine.execute()
-
     def process_output(self, *, is_stopping: bool = False) -> None:
         """The engine takes the output of a step."""
-        if self.engine.steps and self.engine.steps[0].report is not None:
-            self.engine.process_output(is_stopping=is_stopping)
-            self.router.read()
+        self.engine.process_output(is_stopping=is_stopping)
+        self.read_events()
 
-    def step(self, chunk: int, *, is_copying: bool = False, drafts: list[bool] | None = None) -> None:
-        """Let one step pass as a whole, or planned ahead of the one before where the engine does that."""
-        while len(self.engine.steps) >= self.max_steps:
-            self.execute()
-            self.process_output()
-        self.engine.schedule(chunk, drafts or [])
-        self.execute()
-        while len(self.engine.steps) >= self.max_steps:
-            self.process_output()
+    def step(self, chunk: int, *, is_copying: bool = False, drafts: Sequence[bool] = ()) -> None:
+        """Let one step pass."""
+        self.engine.step(chunk, drafts)
+        self.read_events()
         if is_copying:
             self.copy_everything()
 
-    def settle_steps(self) -> None:
-        """Execute what was planned and take its output."""
-        while self.engine.steps:
-            self.execute()
-            self.process_output()
+    def read_events(self) -> None:
+        """A router reads the events: no block is believed to be somewhere where it is not."""
+        self.router.read(self.engine.scheduler.take_events())
+        self.router.check_host(self._table)
+        for name, tier in self._tiers.items():
+            lies = self.router.believed.get(name, set()) - set(map(block_of, tier.blocks))
+            assert not lies, f"{name} is believed to hold {lies}"
 
     def abort(self, index: int) -> None:
         """A client goes away."""
@@ -274,16 +227,8 @@ class ConnectorDriver:
 
     def reset(self, kind: ResetKind) -> None:
         """The weights change, or only the connector is told to forget."""
-        if kind is ResetKind.CONNECTOR:
-            self.engine.reset_connector()
-        elif kind is ResetKind.AS_VLLM:
-            if not self.engine.reset():
-                return
-        else:
-            self.settle_steps()
-            self.engine.reset_with_loads(is_keeping=kind is ResetKind.KEEPING)
-        self.seen["reset"] += 1
-        assert self.manager.stats()["primary.held_blocks"] == 0
+        if self.engine.reset(kind, self.engine.weights + 1):
+            assert self.manager.stats()["primary.held_blocks"] == 0
 
     def fail(self, rank: int, direction: str, *, is_declining: bool = False) -> None:
         """The next job of a handler will fail, or be declined."""
@@ -293,10 +238,6 @@ class ConnectorDriver:
             handler.num_to_decline = 1
         else:
             handler.num_to_fail = 1
-
-    def forget_on_device(self) -> None:
-        """Nobody finds a block on the device any more, as if all had been overwritten."""
-        self.engine.cache.pool.forget_all()
 
     def forget(self) -> None:
         """The next block that is to be pinned will be gone."""
@@ -331,7 +272,7 @@ class ConnectorDriver:
             if num_steps % LATE_STEPS == LATE_STEPS - 1:
                 self.end_stores()
         assert not self.engine.requests, f"still waiting: {[r.request_id for r in self.engine.requests]}"
-        self.settle_steps()
+        self.engine.settle()
         self.check_found_again()
 
     def end_stores(self) -> None:
@@ -347,7 +288,7 @@ class ConnectorDriver:
         for _ in range(4):
             self.step(16, is_copying=True)
             self.end_stores()
-            self.settle_steps()
+            self.engine.settle()
         stats = self.manager.stats()
         is_roomy = stats["primary.evicted"] == stats["primary.refused"] == 0
         if not (self.is_ideal and is_roomy and self._stores_everything):
@@ -363,8 +304,7 @@ class ConnectorDriver:
     def check(self) -> None:
         """Check the invariants, and look at what the handlers have noticed."""
         self.manager.check()
-        for worker in self.engine.workers:
-            assert not worker.broken_laws
+        assert not self.engine.broken_laws()
 
     def drain(self) -> None:
         """Let everything run out, and look for what is left."""
@@ -388,8 +328,10 @@ class ConnectorDriver:
             self.seen.update(f"missed: {cause.value}" for cause, _ in record.missed_by_cause())
         self.check()
 
-    def _check_found(self, request: SimRequest) -> None:
-        probe = SimRequest("probe", [*request.tokens[: request.num_prompt_tokens], 0], max_tokens=MAX_TOKENS)
+    def _check_found(self, request: CheckedRequest) -> None:
+        probe = CheckedRequest(
+            "probe", [*request.tokens[: request.num_prompt_tokens], 0], max_tokens=MAX_TOKENS
+        )
         end = request.num_prompt_tokens // self._align_tokens * self._align_tokens
         for num_local in (0, end // 2 // self._align_tokens * self._align_tokens):
             found, _ = self.engine.scheduler.get_num_new_matched_tokens(probe, num_local)

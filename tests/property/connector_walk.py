@@ -4,14 +4,14 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from tests.property.connector_device import SlowHandler
+from tests.checked_engine.memory import SlowHandler
+from tests.checked_engine.rules import ResetKind, draw_rules
 from tests.property.connector_driver import (
     LAYOUTS,
     NUM_ROOMY_SLOTS,
     NUM_WORKERS,
     ConnectorDriver,
     EngineOptions,
-    ResetKind,
 )
 from tests.property.parking_policies import ARC_PARKING, LRU_PARKING
 
@@ -45,20 +45,16 @@ SHARED_LENGTHS = [40, 33, 24, 20, 16, 13, 8, 5]
 def draw_options(rng: random.Random, *, is_roomy: bool) -> EngineOptions:
     """Return an engine to walk with, whose primary tier never evicts if it is roomy."""
     return EngineOptions(
+        rules=draw_rules(rng),
         layout=rng.choice(sorted(LAYOUTS)),
         factor=rng.randint(1, 2),
         num_slots=NUM_ROOMY_SLOTS if is_roomy else rng.choice([3, 8, 16, 32]),
-        num_steps_ahead=rng.randint(0, 1),
         is_tiered=rng.random() < 0.6,
         is_prompt_only=rng.random() < 0.25,
         pool_ratio=rng.choice([1.0, 1.0, 1.6, 3.0]),
-        names_resumed_as_new=rng.random() < 0.5,
         is_storing_late=rng.random() < 0.5,
         copies_newest_first=rng.random() < 0.3,
-        has_region=rng.random() < 0.3,
-        calls_preemption_hook=rng.random() < 0.7,
         computes_last_token=rng.random() < 0.5,
-        state_interval=rng.choice([None, None, 4, 8, 12, 16]),
     )
 
 
@@ -96,7 +92,7 @@ class Walk:
         """Do so many operations, check the invariants after each, and let everything run out."""
         often: list[Callable[[], None]] = [self._arrive, self._step, self._step, self._advance, self._copy]
         sometimes = [self._serve, self._run_out, self._abort, self._preempt, self._change_pace, self._wait]
-        sometimes += [self.driver.forget_on_device, self.driver.forget_on_device, self._reset, self._refuse]
+        sometimes += [self.driver.engine.cache.forget] * 2 + [self._reset, self._refuse]
         sometimes += [self._reset_and_return]
         if self.driver.options.is_choosing:
             often += [self._change_speed, self._wait]
@@ -136,8 +132,8 @@ class Walk:
     def _advance(self) -> None:
         drafts = [self.rng.random() < 0.5 for _ in range(self.rng.choice([0, 1, 3]))]
         do: list[Callable[[], None]] = [
-            lambda: self.driver.schedule(self.rng.randint(1, 16), drafts),
-            self.driver.execute,
+            lambda: self.driver.engine.schedule(self.rng.randint(1, 16), drafts),
+            self.driver.engine.execute,
             lambda: self.driver.process_output(is_stopping=self.rng.random() < 0.1),
         ]
         self.rng.choice(do)()
@@ -169,7 +165,7 @@ class Walk:
             self.driver.step(16)
         self.driver.abort(self.rng.randrange(6))
         self.driver.reset(self.rng.choice(list(ResetKind)))
-        self.driver.forget_on_device()
+        self.driver.engine.cache.forget()
         for _ in range(self.rng.randint(1, 3)):
             self.driver.come_again(self.rng.randrange(3), num_cut=0, num_new=4)
             self.driver.step(16)

@@ -1,6 +1,6 @@
 """A model of the connector: random engines must never read a wrong byte, and everybody must come to an end.
 
-The engine of ``connector_engine`` checks each byte before it computes with it, and each job before it is sent. Here
+The engine of ``tests.checked_engine`` checks each byte before it computes with it, and each job before it is sent. Here
 its steps, the copies, the failures and the requests come in random order: drawn by Hypothesis, which makes a failure
 small, and by seeded walks, which show that each kind of event is really reached. At the end everything is let run out:
 each request has ended, no job is open, no slot is pinned, the invariants hold, and what was computed is found again.
@@ -12,13 +12,13 @@ import pytest
 from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.checked_engine.rules import EngineRules, ResetKind
 from tests.property.connector_driver import (
     LAYOUTS,
     NUM_ROOMY_SLOTS,
     NUM_WORKERS,
     ConnectorDriver,
     EngineOptions,
-    ResetKind,
 )
 from tests.property.connector_walk import HINTS, SHARED_LENGTHS, Walk
 
@@ -93,20 +93,23 @@ class ConnectorModel(RuleBasedStateMachine):
     @initialize(
         options=st.builds(
             EngineOptions,
+            rules=st.builds(
+                EngineRules,
+                num_steps_ahead=st.integers(0, 1),
+                names_resumed_as_new=st.booleans(),
+                has_region=st.booleans(),
+                calls_preemption_hook=st.booleans(),
+                state_interval=st.sampled_from([None, 4, 8, 12, 16]),
+            ),
             layout=st.sampled_from(sorted(LAYOUTS)),
             factor=st.integers(1, 2),
             num_slots=st.sampled_from([3, 8, 16, 32, NUM_ROOMY_SLOTS]),
-            num_steps_ahead=st.integers(0, 1),
             is_tiered=st.booleans(),
             is_prompt_only=st.booleans(),
             pool_ratio=st.sampled_from([1.0, 1.6, 3.0]),
-            names_resumed_as_new=st.booleans(),
             is_storing_late=st.booleans(),
             copies_newest_first=st.booleans(),
-            calls_preemption_hook=st.booleans(),
-            has_region=st.booleans(),
             computes_last_token=st.booleans(),
-            state_interval=st.sampled_from([None, 4, 8, 12, 16]),
         ),
         is_calm=st.booleans(),
     )
@@ -145,12 +148,12 @@ class ConnectorModel(RuleBasedStateMachine):
     @rule(chunk=st.integers(1, 16), drafts=draft_lists)
     def schedule(self, chunk: int, drafts: list[bool]) -> None:
         """The engine plans a step."""
-        self.driver.schedule(chunk, drafts)
+        self.driver.engine.schedule(chunk, drafts)
 
     @rule()
     def execute(self) -> None:
         """The workers carry out a step."""
-        self.driver.execute()
+        self.driver.engine.execute()
 
     @rule(is_stopping=st.booleans())
     def process_output(self, is_stopping: bool) -> None:
@@ -195,7 +198,7 @@ class ConnectorModel(RuleBasedStateMachine):
         elif what == "refuse":
             self.driver.refuse(index)
         else:
-            self.driver.forget_on_device()
+            self.driver.engine.cache.forget()
 
     @rule(kind=st.sampled_from(ResetKind), seconds=st.sampled_from([None, 0.5, 6.0]))
     def reset_or_wait(self, kind: ResetKind, seconds: float | None) -> None:

@@ -1,11 +1,13 @@
-"""Memory and copies of the simulated engine: what each token's KV must be, host rows, slow handlers.
+"""Memory and copies of the checked engine: what each token's KV must be, host rows, slow handlers.
 
-Nothing here decides. A copy happens as late as it may, when the model lets a handler work or when somebody
+Every byte that is loaded can be checked, in whatever life of the process it was stored, and for which tenant. Nothing
+here decides. A copy happens as late as it may, when the model lets a handler work or when somebody
 waits for it, or as early as it may, at once: so a block that changes hands before its store has ended gives
 itself away, and so does a store that begins before its bytes are computed.
 """
 
 import hashlib
+import random
 from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
@@ -24,6 +26,10 @@ from kvtier.cpu.common import CPULoadStoreSpec
 
 PAGE_CELLS = 8
 CELL_BYTES = 8
+PAGE_BYTES = PAGE_CELLS * CELL_BYTES
+ALIGNMENT_BYTES = 4096
+"""Of rows: tiers read and write them past the page cache."""
+
 GARBAGE = -1
 NULL_BLOCK = 0
 
@@ -31,9 +37,9 @@ Cells = npt.NDArray[np.int64]
 
 
 @lru_cache(maxsize=100_000)
-def kv_of(tokens: tuple[int, ...], group: int, weights: int) -> tuple[int, ...]:
-    """Return the KV of each of ``tokens``: it depends on each token before it, the group and the weights."""
-    chained = hashlib.blake2b(repr((group, weights)).encode(), digest_size=7)
+def kv_of(tokens: tuple[int, ...], group: int, weights: int, tenant: str) -> tuple[int, ...]:
+    """Return the KV of each of ``tokens``: it depends on those before it, the group, the weights and the tenant."""
+    chained = hashlib.blake2b(repr((group, weights, tenant)).encode(), digest_size=7)
     values = []
     for token in tokens:
         chained.update(b"%d " % token)
@@ -46,12 +52,23 @@ def next_token(prefix: Sequence[int]) -> int:
     return 1 + int.from_bytes(hashlib.blake2b(repr(list(prefix)).encode(), digest_size=2).digest(), "little")
 
 
+def continue_tokens(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """Return ``prompt`` with what the model answers, ``num_tokens`` together."""
+    tokens = list(prompt)
+    while len(tokens) < num_tokens:
+        tokens.append(next_token(tokens))
+    return tokens
+
+
 class HostRows:
     """Rows of the primary tier over all workers; any process of the simulation sees the same ones."""
 
     def __init__(self, num_slots: int, num_workers: int, block_size_factor: int) -> None:
         self.part_cells = block_size_factor * PAGE_CELLS
-        self.rows = np.zeros((num_slots, num_workers * self.part_cells * CELL_BYTES), dtype=np.int8)
+        row_bytes = num_workers * block_size_factor * PAGE_BYTES
+        raw = np.zeros(num_slots * row_bytes + ALIGNMENT_BYTES, dtype=np.int8)
+        start = -raw.ctypes.data % ALIGNMENT_BYTES
+        self.rows = raw[start : start + num_slots * row_bytes].reshape(num_slots, row_bytes)
 
     def create_kv_memoryview(self) -> memoryview:
         """Return the rows as bytes."""
@@ -80,6 +97,9 @@ class SlowHandler(OffloadingHandler):
     Attributes:
         expected: for each store, and each of its device blocks, what the first cells of it must be when it is read.
         begun: jobs that were ever submitted.
+        pages: what device blocks held that were stored.
+        num_to_fail: copies from now on that fail.
+        num_to_decline: jobs from now on that are declined.
     """
 
     def __init__(
@@ -94,6 +114,7 @@ class SlowHandler(OffloadingHandler):
         self._broken_laws = broken_laws
         self.expected: dict[TransferJobId, list[list[int]]] = {}
         self.begun: set[TransferJobId] = set()
+        self.pages: set[bytes] = set()
         self._device = device
         self._part = part
         self._factor = block_size_factor
@@ -108,6 +129,7 @@ class SlowHandler(OffloadingHandler):
         self.begun.add(job_id)
         if self.num_to_decline:
             self.num_to_decline -= 1
+            self.expected.pop(job_id, None)
             return False
         self._queue.append((job_id, spec))
         self._occupy_rows(job_id, spec)
@@ -115,9 +137,11 @@ class SlowHandler(OffloadingHandler):
             self.work(len(self._queue))
         return True
 
-    def work(self, num_jobs: int) -> None:
-        """Carry out some jobs."""
+    def work(self, num_jobs: int, rng: random.Random | None = None) -> None:
+        """Carry out some jobs, in an order that ``rng`` draws if it is given."""
         for _ in range(min(num_jobs, len(self._queue))):
+            if rng is not None:
+                self._queue.rotate(int(rng.random() * len(self._queue)))
             self._carry_out(*(self._queue.pop() if self.is_newest_first else self._queue.popleft()))
 
     def get_finished(self) -> list[TransferResult]:
@@ -152,8 +176,10 @@ class SlowHandler(OffloadingHandler):
         gpu, cpu = (source, destination) if is_store else (destination, source)
         assert isinstance(gpu, GPULoadStoreSpec)
         assert isinstance(cpu, CPULoadStoreSpec)
-        for place, (block_id, slot, inner) in enumerate(self._places(gpu, cpu)):
+        for place, (block_id, slot, inner) in enumerate(places_of(gpu, cpu, self._factor)):
             device = self._device[block_id]
+            if is_store:
+                self.pages.add(device.tobytes())
             wanted = expected[place] if expected is not None and is_good else []
             if device[: len(wanted)].tolist() != wanted:
                 self._broken_laws.append(f"a store reads wrong bytes in device block {block_id}")
@@ -161,17 +187,18 @@ class SlowHandler(OffloadingHandler):
             written, read = (host, device) if is_store else (device, host)
             written[:] = read if is_good else GARBAGE
 
-    def _places(self, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec) -> list[tuple[int, int, int]]:
-        """Return (device block, slot, device block's index within the slot) of each block to copy."""
-        places: list[tuple[int, int, int]] = []
-        blocks, slots = gpu.block_ids.tolist(), cpu.block_ids.tolist()
-        for size, first in zip(gpu.group_sizes, gpu.block_indices, strict=True):
-            entered = first % self._factor
-            num_slots = -(-(entered + size) // self._factor) if size else 0
-            for position in range(size):
-                slot, inner = divmod(entered + position, self._factor)
-                places.append((blocks[position], slots[slot], inner))
-            blocks, slots = blocks[size:], slots[num_slots:]
-        assert not blocks
-        assert not slots
-        return places
+
+def places_of(gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, factor: int) -> list[tuple[int, int, int]]:
+    """Return (device block, slot, device block's index within the slot) of each block to copy. Pure."""
+    places: list[tuple[int, int, int]] = []
+    blocks, slots = gpu.block_ids.tolist(), cpu.block_ids.tolist()
+    for size, first in zip(gpu.group_sizes, gpu.block_indices, strict=True):
+        entered = first % factor
+        num_slots = -(-(entered + size) // factor) if size else 0
+        for position in range(size):
+            slot, inner = divmod(entered + position, factor)
+            places.append((blocks[position], slots[slot], inner))
+        blocks, slots = blocks[size:], slots[num_slots:]
+    assert not blocks
+    assert not slots
+    return places

@@ -1,16 +1,15 @@
-"""The simulated engine's workers: they carry out steps and check each byte before they compute with it.
+"""The checked engine's workers: they carry out steps and check each byte before they compute with it.
 
 Before a token is computed, each KV that it attends to must be what the oracle says: a function of the tokens
-before it, of the group, of the weights and of the worker. A state-space group has one state in a block, that after
-the block's last computed token.
+before it, of the group, of the weights, of the tenant and of the worker. A state-space group has one state in a block,
+that after the block's last computed token.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
-from tests.connector.fakes import FakeSpec
-from tests.property.connector_blocks import SimGroup
-from tests.property.connector_device import (
+from tests.checked_engine.blocks import CheckedGroup
+from tests.checked_engine.memory import (
     GARBAGE,
     NULL_BLOCK,
     PAGE_CELLS,
@@ -20,7 +19,8 @@ from tests.property.connector_device import (
     kv_of,
     next_token,
 )
-from tests.property.connector_requests import Step, Work
+from tests.checked_engine.requests import Step, Work
+from tests.connector.fakes import FakeSpec
 
 from kvtier.base import CanonicalKVCaches, GPULoadStoreSpec, HandlerEntry, TransferJobId
 from kvtier.config import GroupKind, OffloadingConfig
@@ -29,7 +29,7 @@ from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.cpu.common import CPULoadStoreSpec
 
 
-class SimWorker:
+class CheckedWorker:
     """One worker: device memory, both handlers, the worker half."""
 
     def __init__(
@@ -56,7 +56,11 @@ class SimWorker:
 
 
 def execute_step(
-    step: Step, workers: Sequence[SimWorker], groups: Sequence[SimGroup], *, calls_preemption_hook: bool
+    step: Step,
+    workers: Sequence[CheckedWorker],
+    groups: Sequence[CheckedGroup],
+    *,
+    calls_preemption_hook: bool,
 ) -> None:
     """Carry out one step on every worker; its output is left in it."""
     step.report = OffloadingWorkerMetadata()
@@ -82,9 +86,11 @@ def execute_step(
             step.report = step.report.aggregate(report)
 
 
-def _compute(work: Work, weights: int, workers: Sequence[SimWorker], groups: Sequence[SimGroup]) -> list[int]:
+def _compute(
+    work: Work, weights: int, workers: Sequence[CheckedWorker], groups: Sequence[CheckedGroup]
+) -> list[int]:
     """Compute a request's tokens on every worker and return what was sampled."""
-    run = work.run
+    run, tenant = work.run, work.request.tenant.name
     first = run.num_computed
     tokens = run.tokens[: first + work.num_tokens - len(work.drafts)]
     num_accepted, is_accepting = 0, True
@@ -97,7 +103,7 @@ def _compute(work: Work, weights: int, workers: Sequence[SimWorker], groups: Seq
     for worker in workers:
         for idx, (group, table) in enumerate(zip(groups, work.tables, strict=True)):
             _check_context(worker, work, idx, group)
-            values = expected_kv(tokens, idx, all_weights, worker.rank)
+            values = expected_kv(tokens, idx, all_weights, worker.rank, tenant)
             if group.kind is GroupKind.STATE:
                 _write_states(worker.device, table, group.block_tokens, values, first, end)
             else:
@@ -123,13 +129,13 @@ def _write_states(
     device[table[(end - 1) // block_tokens], 0] = values[end - 1]
 
 
-def _check_context(worker: SimWorker, work: Work, idx: int, group: SimGroup) -> None:
+def _check_context(worker: CheckedWorker, work: Work, idx: int, group: CheckedGroup) -> None:
     """Compare what the first token of the step attends to with the oracle."""
     run, table = work.run, work.tables[idx]
     first = run.num_computed
     if first == 0:
         return
-    expected = expected_kv(run.tokens[:first], idx, run.weights, worker.rank)
+    expected = expected_kv(run.tokens[:first], idx, run.weights, worker.rank, work.request.tenant.name)
     if group.kind is GroupKind.STATE:
         oldest = first - 1
         found = [int(worker.device[table[oldest // group.block_tokens], 0])]
@@ -143,7 +149,9 @@ def _check_context(worker: SimWorker, work: Work, idx: int, group: SimGroup) -> 
     )
 
 
-def expected_kv(tokens: Sequence[int], group: int, weights: Sequence[int], rank: int) -> list[int]:
+def expected_kv(
+    tokens: Sequence[int], group: int, weights: Sequence[int], rank: int, tenant: str
+) -> list[int]:
     """Return what the oracle says of each token.
 
     Args:
@@ -151,12 +159,13 @@ def expected_kv(tokens: Sequence[int], group: int, weights: Sequence[int], rank:
         group: the KV group.
         weights: for each token the weights that computed it.
         rank: the worker.
+        tenant: whose tokens they are.
     """
-    by_weights = {each: kv_of(tuple(tokens), group, each) for each in set(weights)}
+    by_weights = {each: kv_of(tuple(tokens), group, each, tenant) for each in set(weights)}
     return [by_weights[each][position] + rank for position, each in enumerate(weights[: len(tokens)])]
 
 
-def expect_stores(step: Step, workers: Sequence[SimWorker], groups: Sequence[SimGroup]) -> None:
+def expect_stores(step: Step, workers: Sequence[CheckedWorker], groups: Sequence[CheckedGroup]) -> None:
     """Tell the handlers what the device blocks of a step's stores must hold whenever they are read."""
     runs = {work.request.request_id: work for work in step.works}
     for job_id, job in step.metadata.store_jobs.items():
@@ -168,7 +177,7 @@ def expect_stores(step: Step, workers: Sequence[SimWorker], groups: Sequence[Sim
         for worker in workers:
             expected: list[list[int]] = []
             for idx, group in enumerate(groups):
-                values = expected_kv(tokens, idx, weights, worker.rank)
+                values = expected_kv(tokens, idx, weights, worker.rank, work.request.tenant.name)
                 first = sum(source.group_sizes[:idx])
                 for block_id in block_ids[first : first + source.group_sizes[idx]]:
                     end = (work.tables[idx].index(block_id) + 1) * group.block_tokens

@@ -1,52 +1,58 @@
-"""A small simulated engine that drives the connector as vLLM does.
+"""A small engine that drives both halves of the connector as vLLM does, and checks each byte that it computes with.
 
 It schedules with chunked prefill, drafts, pre-emption, aborts and resets, up to two steps ahead of their outputs.
 The order of its decisions is vLLM's: running requests first, then those that hold blocks of a load, then those
 that wait; a pre-empted request waits until its steps under way have come back, unless a reset has thrown their
 output away; a load gets the blocks of what it brings and nothing more.
 
+The storm and the model of the connector drive it, each over tiers and with operations of its own.
+
 Source: the scheduler of vLLM 0.28 to 0.32.
 """
 
+import random
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from tests.connector.fakes import (
-    HASH_TOKENS,
-    FakeBlocks,
-    FakeBlockState,
-    FakeNewRequest,
-    FakeOutput,
-    FakeRegionSpec,
-    FakeSpec,
-    FakeStep,
+from tests.checked_engine.blocks import CheckedGroup, DeviceCache
+from tests.checked_engine.laws import check_found_prefix, check_metadata
+from tests.checked_engine.memory import GARBAGE, NULL_BLOCK, HostRows
+from tests.checked_engine.requests import (
+    CheckedRequest,
+    Phase,
+    Plan,
+    Run,
+    Step,
+    Tables,
+    Work,
 )
-from tests.property.connector_blocks import DeviceCache, SimGroup
-from tests.property.connector_device import GARBAGE, NULL_BLOCK, HostRows
-from tests.property.connector_laws import check_found_prefix, check_metadata
-from tests.property.connector_requests import Phase, Run, SimRequest, Step, Tables, Work
-from tests.property.connector_workers import SimWorker, execute_step, expect_stores
+from tests.checked_engine.rules import EngineRules, ResetKind
+from tests.checked_engine.workers import CheckedWorker, execute_step, expect_stores
+from tests.connector.fakes import HASH_TOKENS, FakeBlocks, FakeRegionSpec, FakeSpec
 
-from kvtier.base import GPULoadStoreSpec, OffloadingManager, OffloadKey
+from kvtier.base import GPULoadStoreSpec, OffloadingManager
 from kvtier.config import GroupKind, OffloadingConfig
 from kvtier.connector.common import LostLoadStoreSpec, OffloadingConnectorMetadata
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
+from kvtier.cpu.block_table import BlockTable
 from kvtier.cpu.common import CPULoadStoreSpec
+from kvtier.engines.common.step import NamedStates, NewRequest, WorkerOutput
 
 
-class SimEngine:
+class CheckedEngine:
     """The engine.
 
     Args:
         config: KV groups and number of workers.
         manager: what the scheduler half asks.
-        rows: host memory.
+        table: host memory, as the manager has it.
+        rows: its bytes.
         num_device_blocks: size of the device pool, the null block included.
-        names_resumed_as_new: a resumed request is announced like a new one, as newer runners of vLLM want it.
-        has_region: nothing moves before the workers have reported the region that they have mapped.
-        calls_preemption_hook: workers are told of a step before its loads begin, or by that alone.
-        state_interval: tokens between two states that it names; None: each block's, by position.
-        is_ready: whether host memory holds a block.
+        rules: how it goes about its steps.
+        weights: of the model at the start.
+        clock: seconds, monotonic.
+        wall_clock: seconds since 1970.
 
     Attributes:
         seen: how often each kind of event has happened.
@@ -56,93 +62,108 @@ class SimEngine:
         self,
         config: OffloadingConfig,
         manager: OffloadingManager,
+        table: BlockTable,
         rows: HostRows,
         num_device_blocks: int,
-        *,
-        names_resumed_as_new: bool = False,
-        has_region: bool = False,
-        calls_preemption_hook: bool = True,
-        state_interval: int | None = None,
-        is_ready: Callable[[OffloadKey], bool],
+        rules: EngineRules,
+        weights: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.groups = [
-            SimGroup(group.kind, group.block_size_tokens, group.window_tokens) for group in config.groups
+            CheckedGroup(group.kind, group.block_size_tokens, group.window_tokens) for group in config.groups
         ]
-        spec = FakeRegionSpec if has_region else FakeSpec
-        self.scheduler = OffloadingConnectorScheduler(spec(config, manager))
+        spec = FakeRegionSpec if rules.has_region else FakeSpec
+        self.scheduler = OffloadingConnectorScheduler(
+            spec(config, manager), clock=clock, wall_clock=wall_clock
+        )
         self.workers = [
-            SimWorker(rank, config, rows, num_device_blocks, spec) for rank in range(config.world_size)
+            CheckedWorker(rank, config, rows, num_device_blocks, spec) for rank in range(config.world_size)
         ]
         self.cache = DeviceCache(self.groups, num_device_blocks)
-        self.waiting: list[SimRequest] = []
-        self.holding: list[SimRequest] = []
-        self.running: list[SimRequest] = []
-        self.loading: dict[str, SimRequest] = {}
+        self.waiting: list[CheckedRequest] = []
+        self.holding: list[CheckedRequest] = []
+        self.running: list[CheckedRequest] = []
+        self.loading: dict[str, CheckedRequest] = {}
         self.steps: list[Step] = []
-        self.weights = 0
+        self.weights = weights
         self.num_resets = 0
-        self.seen, self._config = Counter[str](), config
-        self._names_resumed_as_new = names_resumed_as_new
+        self.seen: Counter[str] = Counter()
+        self._config, self._table, self._rules = config, table, rules
         self._preempted: set[str] = set()
         self._has_void_jobs = False
-        self._may_move = not has_region
-        self._calls_preemption_hook = calls_preemption_hook
-        self._state_interval, self._is_ready = state_interval, is_ready
+        self._may_move = not rules.has_region
 
     @property
-    def requests(self) -> list[SimRequest]:
+    def requests(self) -> list[CheckedRequest]:
         """Requests that have not ended, and aborted ones whose load has not."""
         aborted = [request for request in self.loading.values() if request.phase is Phase.ENDED]
         return [*self.waiting, *self.holding, *self.running, *aborted]
 
-    def add(self, request: SimRequest) -> None:
+    def add(self, request: CheckedRequest) -> None:
         """Let a request wait."""
         request.tables = [[] for _ in self.groups]
         self.waiting.append(request)
 
-    def schedule(self, chunk_tokens: int, drafts: Sequence[bool]) -> None:
-        """Plan one step."""
-        output = FakeStep()
-        works: list[Work] = []
+    def step(self, chunk_tokens: int, drafts: Sequence[bool] = ()) -> None:
+        """Let one step pass as a whole, or planned ahead of the one before where the engine does that."""
+        while len(self.steps) > self._rules.num_steps_ahead:
+            self.execute()
+            self.process_output()
+        self.schedule(chunk_tokens, drafts)
+        self.execute()
+        while len(self.steps) > self._rules.num_steps_ahead:
+            self.process_output()
+
+    def settle(self) -> None:
+        """Execute what was planned and take its output."""
+        while self.steps:
+            self.execute()
+            self.process_output()
+
+    def schedule(self, chunk_tokens: int, drafts: Sequence[bool] = ()) -> None:
+        """Plan one step, unless the engine is as far ahead as it may be."""
+        if len(self.steps) > self._rules.num_steps_ahead:
+            return
+        plan = Plan()
         self.cache.begin_step()
         num_preempted = self.seen["pre-empted for blocks"]
         for request in list(self.running):
             if request.phase is Phase.RUNNING:
-                self._schedule_running(request, chunk_tokens, list(drafts), output, works)
+                self._schedule_running(request, chunk_tokens, list(drafts), plan)
         if self.seen["pre-empted for blocks"] == num_preempted:
-            self._admit(chunk_tokens, output, works)
-        output.preempted_req_ids = self._preempted or None
-        self._preempted = set()
-        if self._state_interval is not None:
-            named = self.cache.name_states(works, self._state_interval)
-            output.kv_connector_block_state = FakeBlockState(named)
+            self._admit(chunk_tokens, plan)
+        states = None
+        if self._rules.state_interval is not None:
+            named = self.cache.name_states(plan.works, self._rules.state_interval)
+            states = NamedStates(named)
             self.seen["states named"] += any(named.values())
+        output = plan.output(self._preempted, states)
+        self._preempted = set()
         num_refused = self.scheduler.counters.refused_stores
         metadata = self.scheduler.build_connector_meta(output)
-        for work in works:
+        for work in plan.works:
             work.request.was_refused = self.scheduler.counters.refused_stores > num_refused
-        check_metadata(
-            metadata,
-            {request.request_id: request for request in [*self.running, *self.holding]},
-            self.groups,
-            self._config.block_size_factor,
-            is_prompt_only=self._config.settings.offload_prompt_only,
-            computes_last_token=self._config.computes_last_token,
-        )
+        holders = {request.request_id: request for request in [*self.running, *self.holding]}
+        check_metadata(metadata, holders, self.groups, self._config)
         self._note_load_jobs(metadata)
-        self.seen["two steps under way"] += bool(works and self.steps and self.steps[-1].works)
+        self.seen["two steps under way"] += bool(plan.works and self.steps and self.steps[-1].works)
         assert self._may_move or not (metadata.store_jobs or metadata.load_jobs)
-        step = Step(metadata, works, self.weights)
+        step = Step(metadata, plan.works, self.weights)
         expect_stores(step, self.workers, self.groups)
         self.steps.append(step)
 
     def execute(self) -> None:
-        """Carry out the oldest step that was not, on every worker."""
-        step = next(step for step in self.steps if step.report is None)
-        execute_step(step, self.workers, self.groups, calls_preemption_hook=self._calls_preemption_hook)
+        """Carry out the oldest step that was not, if there is one, on every worker."""
+        step = next((step for step in self.steps if step.report is None), None)
+        if step is not None:
+            is_hooked = self._rules.calls_preemption_hook
+            execute_step(step, self.workers, self.groups, calls_preemption_hook=is_hooked)
 
     def process_output(self, *, is_stopping: bool = False) -> None:
-        """Take the output of the oldest executed step; with ``is_stopping`` each sampling request ends."""
+        """Take the output of the oldest step if it was executed; with ``is_stopping`` each sampling request ends."""
+        if not self.steps or self.steps[0].report is None:
+            return
         step = self.steps.pop(0)
         for _, req_id, failed_blocks in step.ended_loads:
             if failed_blocks is not None:
@@ -151,19 +172,29 @@ class SimEngine:
             assert GARBAGE not in sampled, "what was computed with a failed load is served"
             self._take_tokens(work, sampled, is_stopping=is_stopping)
         # Requests that ended by these tokens are finished by now: vLLM hands on the workers' reports last.
-        self.scheduler.update_connector_output(FakeOutput(step.report))
+        self.scheduler.update_connector_output(WorkerOutput(step.report))
         for rank, req_id, failed_blocks in step.ended_loads:
             self._note_load(rank, req_id, has_failed=failed_blocks is not None)
         self._may_move = True
         self._has_void_jobs &= bool(self.loading) or self.scheduler.has_open_stores()
 
-    def abort(self, request: SimRequest) -> None:
+    def copy(self, num_jobs: int, rng: random.Random | None = None) -> None:
+        """Let each handler carry out some jobs."""
+        for worker in self.workers:
+            worker.loads.work(num_jobs, rng)
+            worker.stores.work(num_jobs, rng)
+
+    def broken_laws(self) -> list[str]:
+        """Return what the handlers have noticed."""
+        return [law for worker in self.workers for law in worker.broken_laws]
+
+    def abort(self, request: CheckedRequest) -> None:
         """End a request wherever it is; the blocks of a load under way stay until it ends."""
         self.seen[f"aborted while {request.phase.value}"] += 1
         self.seen["aborted with a step under way"] += request.num_in_flight > 0
         self._end(request)
 
-    def preempt(self, request: SimRequest, *, is_dropping_stale: bool = False) -> None:
+    def preempt(self, request: CheckedRequest, *, is_dropping_stale: bool = False) -> None:
         """Take a running request's blocks away."""
         self._preempted.add(request.request_id)
         self.running.remove(request)
@@ -176,27 +207,41 @@ class SimEngine:
         request.num_preemptions += 1
         self.waiting.insert(0, request)
 
-    def reset(self) -> bool:
-        """Change the weights: pre-empt everybody, empty the prefix cache, reset the connector.
-
-        Returns:
-            False, and nothing but the pre-emption was done, when a request holds blocks of a load.
-        """
-        for request in reversed(self.running):
-            self.preempt(request, is_dropping_stale=True)
-        if self.holding or self.loading:
-            return False
-        self.seen["reset with a step under way"] += bool(self.steps)
-        self._begin_anew()
-        return True
-
-    def reset_with_loads(self, *, is_keeping: bool) -> None:
-        """The same when no output is outstanding; loads may be under way, and fail.
+    def reset(self, kind: ResetKind, weights: int) -> bool:
+        """Reset the connector, and what ``kind`` says besides.
 
         Args:
-            is_keeping: running requests go on with the KV that the old weights have computed.
+            kind: vLLM changes the weights at any time, and pre-empts every request. Others wait until no output is
+                outstanding; loads may be under way then, and fail; running requests may keep the KV that the old
+                weights have computed. Or the connector alone forgets: the device's own cache stays, and so do the
+                weights.
+            weights: the new ones.
+
+        Returns:
+            False, and nothing but the pre-emption was done, when vLLM would refuse as a request holds blocks of a load.
         """
-        assert not self.steps
+        if kind is ResetKind.CONNECTOR:
+            self.seen["reset of the connector alone"] += bool(self.steps and self.loading)
+        elif kind is ResetKind.AS_VLLM:
+            for request in reversed(self.running):
+                self.preempt(request, is_dropping_stale=True)
+            if self.holding or self.loading:
+                return False
+            self.seen["reset with a step under way"] += bool(self.steps)
+        else:
+            self.settle()
+            self._void(is_keeping=kind is ResetKind.KEEPING)
+        if kind is not ResetKind.CONNECTOR:
+            self.cache.forget()
+            self.weights = weights
+        self.scheduler.reset()
+        self.num_resets += 1
+        self.seen["reset"] += 1
+        self._has_void_jobs = bool(self.loading) or self.scheduler.has_open_stores()
+        return True
+
+    def _void(self, *, is_keeping: bool) -> None:
+        """Take back what the old weights have computed or loads bring, but from requests that keep it."""
         for request in list(self.running):
             request.is_mixed = True
             self.seen["kept running over a reset"] += is_keeping
@@ -208,17 +253,8 @@ class SimEngine:
         for request in self.loading.values():
             request.is_load_void = True
             self.seen["reset with a load under way"] += 1
-        self._begin_anew()
 
-    def reset_connector(self) -> None:
-        """Reset the connector alone, whatever is under way: the device's own cache stays, and so do the weights."""
-        self.seen["reset of the connector alone"] += bool(self.steps and self.loading)
-        self.scheduler.reset()
-        self._note_reset()
-
-    def _schedule_running(
-        self, request: SimRequest, chunk: int, drafts: list[bool], output: FakeStep, works: list[Work]
-    ) -> None:
+    def _schedule_running(self, request: CheckedRequest, chunk: int, drafts: list[bool], plan: Plan) -> None:
         missing = request.num_tokens + request.num_placeholders - request.num_computed
         if missing < 1 or request.num_tokens + request.num_placeholders >= request.max_tokens:
             return
@@ -228,10 +264,10 @@ class SimEngine:
         if appended is None:
             return
         ids = tuple(list(table) for table in appended) if any(appended) else None
-        output.scheduled_cached_reqs.add(request.request_id, request.num_computed, ids)
-        self._start_work(request, num_tokens, drafts, output, works)
+        plan.cached.append((request.request_id, False, ids, request.num_computed))
+        self._start_work(request, num_tokens, drafts, plan)
 
-    def _grow_or_preempt(self, request: SimRequest, num_tokens: int) -> Tables | None:
+    def _grow_or_preempt(self, request: CheckedRequest, num_tokens: int) -> Tables | None:
         nothing: Tables = [[] for _ in self.groups]
         while (appended := self.cache.grow(request, request.num_computed, num_tokens, nothing)) is None:
             victim = self.running[-1]
@@ -241,7 +277,7 @@ class SimEngine:
                 return None
         return appended
 
-    def _admit(self, chunk: int, output: FakeStep, works: list[Work]) -> None:
+    def _admit(self, chunk: int, plan: Plan) -> None:
         """Start what waits, in order, until something finds no room."""
         for request in [*self.holding, *self.waiting]:
             is_delayed = request.num_stale > 0 and not request.is_dropping_stale
@@ -251,10 +287,10 @@ class SimEngine:
                 self.holding.remove(request)
                 self.waiting.insert(0, request)
                 request.phase = Phase.WAITING
-            if not self._start(request, chunk, output, works):
+            if not self._start(request, chunk, plan):
                 return
 
-    def _start(self, request: SimRequest, chunk: int, output: FakeStep, works: list[Work]) -> bool:
+    def _start(self, request: CheckedRequest, chunk: int, plan: Plan) -> bool:
         """Start a request, or its load; return False when there is no room for it."""
         searched = self._search(request)
         if searched is None:
@@ -264,7 +300,9 @@ class SimEngine:
         missing = request.num_tokens - num_computed
         is_to_wait = num_external > 0
         num_new = 0 if is_to_wait else min(chunk, missing)
-        if self.cache.holds_new_state(local) or not self.cache.fits(request, local, num_computed):
+        if self.cache.holds_new_state(local) or not self.cache.fits(
+            request, local, num_computed, request.num_tokens
+        ):
             return False
         num_reserved = self._num_reserved_blocks() if is_to_wait else 0
         if self.cache.grow(request, num_computed, num_computed + num_new, local, num_reserved) is None:
@@ -281,11 +319,11 @@ class SimEngine:
         request.phase = Phase.RUNNING
         request.run = Run(list(request.tokens), [self.weights] * num_computed)
         self.running.append(request)
-        self._announce(request, output)
-        self._start_work(request, num_new, [], output, works)
+        self._announce(request, plan)
+        self._start_work(request, num_new, [], plan)
         return True
 
-    def _search(self, request: SimRequest) -> tuple[int, int, Tables] | None:
+    def _search(self, request: CheckedRequest) -> tuple[int, int, Tables] | None:
         """Return the tokens on the device, those to be loaded, and cached blocks; None: wait."""
         if request.num_computed > 0:
             return 0, 0, [[] for _ in self.groups]
@@ -299,30 +337,28 @@ class SimEngine:
         assert found == 0 or not request.has_failed_load, (
             f"{request.request_id} loads again after a failed load"
         )
-        check_found_prefix(self.groups, request, num_local, found, self._config, self._is_ready)
+        check_found_prefix(self.groups, request, num_local, found, self._config, self._table)
         return num_local, found, local
 
-    def _note_begun(self, request: SimRequest, num_computed: int) -> None:
+    def _note_begun(self, request: CheckedRequest, num_computed: int) -> None:
         request.num_computed = num_computed
         if request.epoch != self.num_resets:
             request.epoch, request.is_whole = self.num_resets, num_computed == 0 and not self._has_void_jobs
         self._leave(request)
 
-    def _announce(self, request: SimRequest, output: FakeStep) -> None:
+    def _announce(self, request: CheckedRequest, plan: Plan) -> None:
         tables, computed = tables_of(request), request.num_computed
         if request.num_preemptions:
             self.seen["resumed with output"] += request.num_tokens > request.num_prompt_tokens
             self.seen["resumed in the step of its pre-emption"] += request.request_id in self._preempted
-        if request.num_preemptions and not self._names_resumed_as_new:
-            output.scheduled_cached_reqs.add(request.request_id, computed, tables, is_resumed=True)
+        if request.num_preemptions and not self._rules.names_resumed_as_new:
+            plan.cached.append((request.request_id, True, tables, computed))
         else:
-            output.scheduled_new_reqs.append(FakeNewRequest(request.request_id, tables, computed))
+            plan.new.append(NewRequest(request.request_id, tables, computed))
 
-    def _start_work(
-        self, request: SimRequest, num_tokens: int, drafts: list[bool], output: FakeStep, works: list[Work]
-    ) -> None:
+    def _start_work(self, request: CheckedRequest, num_tokens: int, drafts: list[bool], plan: Plan) -> None:
         assert request.run is not None
-        output.num_scheduled_tokens[request.request_id] = num_tokens
+        plan.num_tokens[request.request_id] = num_tokens
         if not request.is_mixed:
             self.cache.publish(request, request.num_computed + num_tokens)
         request.num_computed += num_tokens
@@ -332,7 +368,9 @@ class SimEngine:
             request.num_placeholders += 1 + len(drafts)
         else:
             self.seen["chunk of a prompt"] += 1
-        works.append(Work(request, request.run, list(tables_of(request)), num_tokens, drafts, is_sampling))
+        plan.works.append(
+            Work(request, request.run, list(tables_of(request)), num_tokens, drafts, is_sampling)
+        )
 
     def _take_tokens(self, work: Work, sampled: list[int], *, is_stopping: bool) -> None:
         request = work.request
@@ -359,13 +397,13 @@ class SimEngine:
         elif request.phase is Phase.RUNNING and not request.is_mixed:
             self.cache.publish(request, request.num_computed - request.num_placeholders)
 
-    def _note_wait(self, request: SimRequest) -> None:
+    def _note_wait(self, request: CheckedRequest) -> None:
         self.seen["told to wait"] += 1
         first_block = request.block_hashes[:1]
         is_shared = any(other.block_hashes[:1] == first_block for other in self.loading.values())
         self.seen["told to wait while its prefix is loaded"] += is_shared
 
-    def _note_load_begun(self, request: SimRequest, num_local: int, num_external: int) -> None:
+    def _note_load_begun(self, request: CheckedRequest, num_local: int, num_external: int) -> None:
         request.phase, request.reports, request.num_external = Phase.LOADING, {}, num_external
         self.holding.append(request)
         self.loading[request.request_id] = request
@@ -394,7 +432,7 @@ class SimEngine:
             for size, first in zip(destination.group_sizes, destination.block_indices, strict=True):
                 self.seen["load of the rest of a block"] += size > 0 and first % factor > 0
 
-    def _note_failure(self, request: SimRequest, failed_blocks: list[int]) -> None:
+    def _note_failure(self, request: CheckedRequest, failed_blocks: list[int]) -> None:
         """Draw vLLM's conclusion from a failed load: with one group it goes on from the first lost block."""
         request.has_failed_load = True
         # Blocks that left a window were not loaded either, so their places before the first lost block hold nothing.
@@ -436,7 +474,7 @@ class SimEngine:
         prompts = [request for request in self.running if request.num_computed < request.num_tokens]
         return sum(map(self.cache.num_missing, [*self.holding, *prompts]))
 
-    def _end(self, request: SimRequest) -> None:
+    def _end(self, request: CheckedRequest) -> None:
         num_output_blocks = len(request.block_hashes) - request.num_prompt_tokens // HASH_TOKENS
         is_prompt_only = self._config.settings.offload_prompt_only
         self.seen["blocks of output, prompts stored alone"] += is_prompt_only and num_output_blocks > 0
@@ -446,22 +484,12 @@ class SimEngine:
             self.cache.free(request)
         request.phase = Phase.ENDED
 
-    def _begin_anew(self) -> None:
-        self.cache.pool.forget_all()
-        self.scheduler.reset()
-        self.weights += 1
-        self._note_reset()
-
-    def _note_reset(self) -> None:
-        self.num_resets += 1
-        self._has_void_jobs = bool(self.loading) or self.scheduler.has_open_stores()
-
-    def _leave(self, request: SimRequest) -> None:
+    def _leave(self, request: CheckedRequest) -> None:
         for queue in (self.waiting, self.holding, self.running):
             if request in queue:
                 queue.remove(request)
 
 
-def tables_of(request: SimRequest) -> tuple[list[int], ...]:
+def tables_of(request: CheckedRequest) -> tuple[list[int], ...]:
     """Return a copy of a request's block tables."""
     return tuple(list(table) for table in request.tables)

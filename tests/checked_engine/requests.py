@@ -1,16 +1,20 @@
-"""What the simulated engine remembers of requests and steps; values only.
+"""What the checked engine remembers of requests and steps; values only.
 
-The connector reads a SimRequest through its protocol. A Run is what the workers know of it: they learn sampled
-tokens before the scheduler does.
+The connector reads a ``CheckedRequest`` through its protocol. A ``Run`` is what the workers know of it: they learn
+sampled tokens before the scheduler does.
 """
 
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
-from tests.connector.fakes import hash_tokens
+from tests.connector.fakes import HASH_TOKENS, hash_tokens
 
+from kvtier.base import OffloadKey, make_offload_key
 from kvtier.connector.common import OffloadingConnectorMetadata, OffloadingWorkerMetadata
+from kvtier.engines.common.step import CachedRequests, NamedStates, NewRequest, StepOutput
+from kvtier.tenants import NO_TENANT, Tenant
 
 Tables = list[list[int]]
 
@@ -44,14 +48,16 @@ class Run:
 
 
 @dataclass(eq=False)
-class SimRequest:
-    """A request of the simulated engine.
+class CheckedRequest:
+    """A request.
 
     Attributes:
         request_id: its name; free again when the request has ended.
         tokens: prompt and confirmed output.
         max_tokens: length at which it ends.
         kv_transfer_params: the client's hints.
+        tenant: whose blocks it may find.
+        is_served: whether its tenant is one that is served; of another one nothing is loaded or stored.
         tables: for each group its device blocks, null blocks included.
         num_computed: tokens whose KV is computed or planned to be, drafts included.
         num_placeholders: tokens that planned steps will sample, drafts included.
@@ -76,6 +82,8 @@ class SimRequest:
     tokens: list[int]
     max_tokens: int
     kv_transfer_params: dict[str, Any] | None = None  # Any: a client's JSON
+    tenant: Tenant = NO_TENANT
+    is_served: bool = True
     phase: Phase = Phase.WAITING
     tables: Tables = field(default_factory=list)
     num_computed: int = 0
@@ -110,24 +118,59 @@ class SimRequest:
         """One chained hash for each full hash block."""
         return hash_tokens(self.tokens)
 
+    def key_of(self, group: int, end_token: int) -> OffloadKey:
+        """Return the key of a group's block that ends at a token."""
+        return _key_of(self.block_hashes[end_token // HASH_TOKENS - 1], group, self.tenant)
+
     def limit(self, direction: str) -> int:
-        """Return how many leading tokens the client lets be loaded, or stored."""
+        """Return how many leading tokens may be loaded, or stored."""
         params = self.kv_transfer_params or {}
-        if params.get(f"skip_{direction}"):
+        if params.get(f"skip_{direction}") or not self.is_served:
             return 0
         return int(params.get(f"max_{direction}_tokens", 1_000_000))
+
+
+@lru_cache(maxsize=10_000)
+def _key_of(block_hash: bytes, group: int, tenant: Tenant) -> OffloadKey:
+    return make_offload_key(tenant.own_hash(block_hash), group, tenant.number)
 
 
 @dataclass(frozen=True)
 class Work:
     """What one step computes for one request; ``drafts`` says which drafts turn out right."""
 
-    request: SimRequest
+    request: CheckedRequest
     run: Run
     tables: Tables
     num_tokens: int
     drafts: list[bool]
     is_sampling: bool
+
+
+@dataclass
+class Plan:
+    """A step while it is planned.
+
+    Attributes:
+        new: requests that are scheduled for the first time.
+        cached: names of others; whether they resume; blocks appended to their tables; tokens that they have.
+        num_tokens: tokens to compute, by request.
+        works: what is computed.
+    """
+
+    new: list[NewRequest] = field(default_factory=list)
+    cached: list[tuple[str, bool, tuple[list[int], ...] | None, int]] = field(default_factory=list)
+    num_tokens: dict[str, int] = field(default_factory=dict)
+    works: list[Work] = field(default_factory=list)
+
+    def output(self, preempted: set[str], states: NamedStates | None) -> StepOutput:
+        """Return what the connector reads of it."""
+        names, resumed, blocks, num_computed = zip(*self.cached, strict=True) if self.cached else ((),) * 4
+        resuming = {name for name, is_resumed in zip(names, resumed, strict=True) if is_resumed}
+        cached = CachedRequests(names, resuming, blocks, num_computed)
+        return StepOutput(
+            self.new, cached, self.num_tokens, preempted or None, kv_connector_block_state=states
+        )
 
 
 @dataclass
