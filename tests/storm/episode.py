@@ -265,9 +265,7 @@ def _do(world: World, name: str, faults: frozenset[str] | None) -> None:
 
 def _state_of(world: World, stats: Mapping[str, float]) -> str:
     engine = world.engine
-    requests = " ".join(
-        f"{one.request_id}{one.phase.value[:4]}{one.num_computed}" for one in engine.requests.values()
-    )
+    requests = " ".join(f"{one.request_id}{one.phase.value[:4]}{one.num_computed}" for one in engine.requests)
     held = " ".join(f"{stats[name]:g}" for name in ("primary.held_blocks", "primary.evicted", "open_jobs"))
     jobs = " ".join(str(len(tier.open_jobs)) for tier in world.tiers)
     return f"{world.clock():.6f} {world.life} {requests} {held} {jobs}"

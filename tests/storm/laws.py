@@ -9,18 +9,11 @@ from kvtier.base import (
     JobId,
     OffloadKey,
     ReqContext,
-    get_offload_block_hash,
-    get_offload_group_idx,
     get_offload_tenant,
 )
-from kvtier.connector.common import BlockRemoved, BlockStored
-from kvtier.cpu.block_table import BlockTable
 from kvtier.misses import Miss, MissExplainer
 from kvtier.testing.wrapped_tier import WrappedTier
 from kvtier.tiering.base import JobMetadata, JobResult, SecondaryTierManager
-
-Block = tuple[int, bytes]
-"""KV group and content hash."""
 
 ROUNDING_S = 1e-3
 """What ages may differ by that are computed in another order, or read from the times of files."""
@@ -120,40 +113,6 @@ class WatchedTier(WrappedTier, MissExplainer):
         if job.job_id in self.open_jobs:
             raise BrokenLawError(f"job {job.job_id} was submitted twice")
         self.open_jobs[job.job_id] = job
-
-
-class Router:
-    """Believes the events of one engine.
-
-    Attributes:
-        believed: the blocks that each tier is believed to hold, host memory under None.
-    """
-
-    def __init__(self) -> None:
-        self.believed: dict[str | None, set[Block]] = {None: set()}
-
-    def read(self, events: Iterable[BlockStored | BlockRemoved]) -> None:
-        """Believe ``events``."""
-        for event in events:
-            believed = self.believed.setdefault(event.tier, set())
-            blocks = {(event.group_idx, block_hash) for block_hash in event.block_hashes}
-            if isinstance(event, BlockRemoved):
-                believed -= blocks
-            else:
-                believed |= blocks
-
-    def check_host(self, table: BlockTable) -> None:
-        """Fail when host memory holds something else than is believed."""
-        held = table.slots.held_blocks(table.get_block)
-        ready = {block_of(key) for key, block in held.items() if block.ref_cnt >= 0}
-        if self.believed[None] != ready:
-            wrong = len(self.believed[None] ^ ready)
-            raise BrokenLawError(f"events and host memory differ in {wrong} blocks")
-
-
-def block_of(key: OffloadKey) -> Block:
-    """Return what events call a block. Pure."""
-    return get_offload_group_idx(key), get_offload_block_hash(key)
 
 
 class ThreadErrors(logging.Handler):

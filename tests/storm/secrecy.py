@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.storm.memory import PAGE_BYTES
+from tests.checked_engine.memory import PAGE_BYTES
 
 from kvtier.tiering.kit import encryption, key_ring
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, MAGIC, HeaderCheck, join_encrypted_header, unpack

@@ -5,8 +5,9 @@ It runs at the end of each episode and now and then within it.
 
 from collections.abc import Collection, Sequence
 
-from tests.storm.engine import BLOCK_TOKENS, chain_hashes
-from tests.storm.laws import BrokenLawError, WatchedTier, block_of, require_at_rest
+from tests.checked_engine.laws import block_of
+from tests.connector.fakes import HASH_TOKENS, hash_tokens
+from tests.storm.laws import BrokenLawError, WatchedTier, require_at_rest
 from tests.storm.tenancy import UNLIMITED
 from tests.storm.world import World
 
@@ -114,23 +115,22 @@ class Settling:
     def _check_tiers_serve(self) -> None:
         """What some tier holds is served, now that all of them work."""
         world = self._world
-        hashes = chain_hashes((), world.name_blocks(b"recovery", 4))
-        length = 3 * BLOCK_TOKENS
-        self._serve(hashes, length)
+        prompt = world.make_tokens(3 * HASH_TOKENS)
+        self._serve(prompt)
         world.clock.advance(RECOVERY_S)
         world.run_out()
-        world.manager.purge(["host"])
+        world.forget_host()
         tenant = world.tenancy.find(UNLIMITED)
         keys = [
             make_offload_key(tenant.own_hash(block_hash), group, tenant.number)
-            for block_hash in hashes[world.shape.factor - 1 : 3 : world.shape.factor]
+            for block_hash in hash_tokens(prompt)[world.shape.factor - 1 :: world.shape.factor]
             for group in range(len(world.engine.scheduler.layouts))
         ]
         are_held = all(any(self._lookup(tier, key) for tier in world.tiers) for key in keys)
         if are_held and keys:
             world.seen["asked again"] += 1
             num_before = world.engine.seen["load good"]
-            self._serve(hashes, length)
+            self._serve(prompt)
             if len(keys) <= world.num_slots and world.engine.seen["load good"] == num_before:
                 raise BrokenLawError("a tier holds the blocks of a prompt, and all of it is computed")
 
@@ -203,10 +203,10 @@ class Settling:
         known = sorted(tier.place.stored_s)[-PROBED_BLOCKS:]
         return [key for key in known if self._lookup(tier, key)]
 
-    def _serve(self, hashes: list[bytes], num_tokens: int) -> None:
+    def _serve(self, prompt: list[int]) -> None:
         world = self._world
         name = None if world.tenancy.setting is None else UNLIMITED
-        world.add_request(hashes, num_tokens, num_tokens + 1, name)
+        world.add_request(list(prompt), len(prompt) + 1, name)
         world.run_out()
 
     def _lookup(self, tier: WatchedTier, key: OffloadKey) -> bool | None:

@@ -5,10 +5,10 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
+from tests.checked_engine.memory import PAGE_BYTES
 from tests.storm import Episode, SimThreads, Weather, run_episode
 from tests.storm.cluster import NUM_RANGES, RANGE_SLOTS, ClusterPlace
 from tests.storm.laws import BrokenLawError
-from tests.storm.memory import PAGE_BYTES
 from tests.storm.secrecy import PlainBytes, StormRing, forge
 from tests.storm.tenancy import UNLIMITED, HostWatch, Tenancy
 

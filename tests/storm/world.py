@@ -9,17 +9,15 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
-from tests.storm.engine import (
-    BLOCK_TOKENS,
-    Params,
-    Phase,
-    StormEngine,
-    StormRequest,
-    chain_hashes,
-)
-from tests.storm.laws import BrokenLawError, Router, ThreadErrors, WatchedTier, require_bounded
-from tests.storm.memory import PAGE_BYTES, HostRows
+from tests.checked_engine.engine import CheckedEngine
+from tests.checked_engine.laws import Router
+from tests.checked_engine.memory import PAGE_BYTES, HostRows, continue_tokens
+from tests.checked_engine.requests import CheckedRequest, Phase
+from tests.checked_engine.rules import ResetKind, draw_rules
+from tests.connector.fakes import HASH_TOKENS, hash_tokens
+from tests.storm.laws import BrokenLawError, ThreadErrors, WatchedTier, require_bounded
 from tests.storm.place import StormPlace, Weather
 from tests.storm.secrecy import StormRing
 from tests.storm.tenancy import HostWatch, Tenancy, draw_tenancy
@@ -42,8 +40,14 @@ SETTLE_TICK_S = 0.5
 PATIENCE_STEPS = 300
 """Steps without a fault, half a second each, within which every request must have ended."""
 
+FIRST_OWN_TOKEN = 1_000_000
+"""Tokens of which a request alone has a hundred begin here; those that prompts share are far below."""
+
 FIRST_WEIGHTS = 1_000_000
 """Numbers of weights after resets begin here; those of a model as it was started are far below."""
+
+Params: TypeAlias = dict[str, Any] | None  # Any: a client's JSON
+"""The hints of a request."""
 
 PlaceMaker = Callable[[Weather], StormPlace]
 
@@ -93,7 +97,7 @@ class World:
         self.life = 0
         self.shape = shape
         self._weather = Weather(rng, self.clock, self.wall_clock, self.threads)
-        self._chains: list[list[bytes]] = []
+        self._latest: list[CheckedRequest] = []
         self._num_arrived = 0
         self._num_weights = 0
         self.places: list[StormPlace] = []
@@ -127,37 +131,40 @@ class World:
         rng = self.rng
         if len(self.engine.requests) >= MAX_REQUESTS:
             return
-        name = b"%d" % (self._num_arrived + 1)
-        if self._chains and rng.random() < 0.5:
-            chain = self._chains[int(rng.random() * len(self._chains))]
-            hashes = chain[: rng.randint(1, MAX_PROMPT_BLOCKS)]
-        else:
-            stream = b"stream %d" % rng.randrange(NUM_STREAMS)
-            labels = [b"%b %d" % (stream, block) for block in range(rng.randint(1, MAX_PROMPT_BLOCKS))]
-            hashes = chain_hashes((), labels)
-        if rng.random() < 0.25:
-            own = [b"%b own %d" % (name, block) for block in range(rng.randint(1, 3))]
-            hashes = chain_hashes(hashes, own)
-        hashes = hashes[:MAX_PROMPT_BLOCKS]
-        num_tokens = len(hashes) * BLOCK_TOKENS + rng.randrange(BLOCK_TOKENS)
-        hashes = chain_hashes(hashes, [b"%b answer %d" % (name, block) for block in range(4)])
-        self._chains = [*self._chains[-11:], hashes]
+        first = 100 * rng.randrange(NUM_STREAMS)
+        tokens = list(range(first, first + HASH_TOKENS * MAX_PROMPT_BLOCKS))
+        if self._latest and rng.random() < 0.5:
+            tokens = self._latest[int(rng.random() * len(self._latest))].tokens
+        num_shared = HASH_TOKENS * rng.randint(1, MAX_PROMPT_BLOCKS)
+        num_own = HASH_TOKENS * rng.randint(1, 3) if rng.random() < 0.25 else 0
+        prompt = [*tokens[:num_shared], *self.make_tokens(num_own)][: HASH_TOKENS * MAX_PROMPT_BLOCKS]
+        prompt += self.make_tokens(num_own + rng.randrange(HASH_TOKENS))[num_own:]
         hints = rng.choice([None, None, None, None, {"skip_load": True}, {"max_load_tokens": 8}])
-        max_tokens = num_tokens + rng.randint(1, 12)
-        self.add_request(hashes, num_tokens, max_tokens, self.tenancy.draw_name(rng), hints)
+        max_tokens = len(prompt) + rng.randint(1, 12)
+        self.add_request(prompt, max_tokens, self.tenancy.draw_name(rng), hints)
 
     def step(self) -> None:
-        """The engine takes a step, beside threads and copies."""
-        rng = self.rng
-        self.engine.step(rng.choice([4, 8, 16, 64]))
-        self.router.read(self.engine.scheduler.take_events())
+        """The engine takes a step, beside threads and copies, or a part of one."""
+        rng, engine = self.rng, self.engine
+        if self._forgets_on_device:
+            engine.cache.forget()
+        chunk, drafts = (
+            rng.choice([4, 8, 16, 64]),
+            [rng.random() < 0.5 for _ in range(rng.choice([0, 0, 1, 3]))],
+        )
+        if rng.random() < 0.8:
+            engine.step(chunk, drafts)
+        else:
+            parts = (lambda: engine.schedule(chunk, drafts), engine.execute, engine.process_output)
+            rng.choice(parts)()
+        self.router.read(engine.scheduler.take_events())
         self.router.check_host(self.manager.primary_tier.table)
         self.threads.run(rng.choice([0, 4, 20, 60, 60]))
         self.clock.advance(rng.choice([0.0, 0.01, 0.1, 0.5]))
 
     def copy(self) -> None:
         """Handlers copy."""
-        self.engine.copy(self.rng, self.rng.randint(1, 6))
+        self.engine.copy(self.rng.randint(1, 6), self.rng)
 
     def run_threads(self) -> None:
         """Threads of tiers run."""
@@ -165,21 +172,22 @@ class World:
 
     def abort(self) -> None:
         """A client goes away."""
-        alive = [request for request in self.engine.requests.values() if request.phase is not Phase.ENDED]
+        alive = [request for request in self.engine.requests if request.phase is not Phase.ENDED]
         if alive:
-            self.engine.end(alive[int(self.rng.random() * len(alive))])
+            self.engine.abort(alive[int(self.rng.random() * len(alive))])
 
     def preempt(self) -> None:
         """The engine takes a request's device blocks."""
-        running = self.engine.in_phase(Phase.RUNNING)
+        running = self.engine.running
         if running:
             self.engine.preempt(running[int(self.rng.random() * len(running))])
 
     def reset(self) -> None:
-        """The weights change."""
+        """The weights change, or the connector alone is told to forget."""
         self._num_weights += 1
-        self.engine.reset(FIRST_WEIGHTS + self._num_weights, is_keeping=self.rng.random() < 0.5)
-        if self.manager.stats()["primary.held_blocks"]:
+        kind = self.rng.choice(list(ResetKind))
+        is_done = self.engine.reset(kind, FIRST_WEIGHTS + self._num_weights)
+        if is_done and self.manager.stats()["primary.held_blocks"]:
             raise BrokenLawError("a reset has left blocks in host memory")
 
     def purge(self) -> None:
@@ -190,7 +198,8 @@ class World:
             self.manager.purge(names[int(self.rng.random() * len(names))], number)
 
     def forget_host(self) -> None:
-        """Host memory forgets what is not in use, so that the tiers are asked."""
+        """Device and host memory forget what is not in use, so that the tiers are asked."""
+        self.engine.cache.forget()
         with suppress(ControlError):  # a purge of a tenant's is under way
             self.manager.purge(["host"])
 
@@ -293,26 +302,24 @@ class World:
                 self.calm_step()
                 return
             if num_steps > PATIENCE_STEPS and self.engine.requests:
-                waiting = [f"{one.request_id} {one.phase.value}" for one in self.engine.requests.values()]
+                waiting = [f"{one.request_id} {one.phase.value}" for one in self.engine.requests]
                 raise BrokenLawError(f"these wait for ever: {waiting}")
         raise BrokenLawError("jobs are open for ever")
 
     def calm_step(self) -> None:
         """Take a step in which all copies and threads get on."""
-        self.engine.copy(self.rng, 1000)
+        self.engine.copy(1000, self.rng)
         self.engine.step(64)
+        self.engine.settle()
         self.router.read(self.engine.scheduler.take_events())
         self.threads.run_until_idle()
         self.clock.advance(SETTLE_TICK_S)
 
-    def add_request(
-        self, hashes: list[bytes], num_tokens: int, max_tokens: int, name: object, hints: Params = None
-    ) -> None:
+    def add_request(self, prompt: list[int], max_tokens: int, name: object, hints: Params = None) -> None:
         """Let a request come.
 
         Args:
-            hashes: of all blocks that it may have.
-            num_tokens: length of its prompt.
+            prompt: its tokens.
             max_tokens: length at which it ends.
             name: its tenant, as it gives it; None for none.
             hints: what it asks for besides.
@@ -321,23 +328,16 @@ class World:
         params = hints if name is None else {**(hints or {}), "tenant": name}
         is_served = self.tenancy.is_served(name)
         tenant = self.tenancy.find(name) if is_served else NO_TENANT
-        for block_hash in hashes if tenant.number else ():
+        for block_hash in hash_tokens(continue_tokens(prompt, max_tokens)) if tenant.number else ():
             self.tenant_of[tenant.own_hash(block_hash)] = tenant.number
-        self.engine.add(
-            StormRequest(
-                f"r{self._num_arrived}",
-                hashes,
-                num_tokens,
-                max_tokens,
-                params,
-                tenant=tenant.name.encode(),
-                is_served=is_served,
-            )
-        )
+        request = CheckedRequest(f"r{self._num_arrived}", prompt, max_tokens, params, tenant, is_served)
+        self._latest = [*self._latest[-11:], request]
+        self.engine.add(request)
 
-    def name_blocks(self, label: bytes, num_blocks: int) -> list[bytes]:
-        """Return what a prompt's blocks are called that no request had before."""
-        return [b"%b %d %d" % (label, self._num_arrived + 1, block) for block in range(num_blocks)]
+    def make_tokens(self, num_tokens: int) -> list[int]:
+        """Return tokens that only the next request has."""
+        first = FIRST_OWN_TOKEN + 100 * self._num_arrived
+        return list(range(first, first + num_tokens))
 
     def key_of(self, group: int, block_hash: bytes) -> OffloadKey:
         """Return the key of a block that an event names."""
@@ -395,35 +395,41 @@ class World:
             make_epoch=lambda: rng.getrandbits(128).to_bytes(16, "big"),
         )
         num_groups = len(config.groups)
-        self.engine = StormEngine(
+        self.engine = CheckedEngine(
             config,
             self.manager,
+            primary.table,
             rows,
             1 + num_groups * rng.choice([16, 24, 60]),
+            draw_rules(rng),
             self._model * 10_000,
-            (self.clock, self.wall_clock),
-            self._weather.plain.pages,
+            self.clock,
+            self.wall_clock,
         )
+        for worker in self.engine.workers:
+            worker.stores.pages = self._weather.plain.pages
+        self._forgets_on_device = rng.random() < 0.5
         self.router = Router()
 
     def _make_config(self, row_bytes: int) -> OffloadingConfig:
         rng, shape = self.rng, self.shape
         self._model = 1 if rng.random() < 0.9 else 2
         page_bytes = PAGE_BYTES
-        groups = [KVGroup(BLOCK_TOKENS, ("layer",), page_bytes)]
+        groups = [KVGroup(HASH_TOKENS, ("layer",), page_bytes)]
         if shape.window_tokens is not None:
             groups.append(
-                KVGroup(BLOCK_TOKENS, ("window",), page_bytes, GroupKind.WINDOW, shape.window_tokens)
+                KVGroup(HASH_TOKENS, ("window",), page_bytes, GroupKind.WINDOW, shape.window_tokens)
             )
         extra = self._draw_extra(row_bytes)
         if shape.factor > 1:
-            extra["block_size"] = BLOCK_TOKENS * shape.factor
+            extra["block_size"] = HASH_TOKENS * shape.factor
         return OffloadingConfig(
             "storm",
             ModelIdentity(f"model-{self._model}"),
             tuple(groups),
-            BLOCK_TOKENS,
+            HASH_TOKENS,
             world_size=shape.num_workers,
+            computes_last_token=rng.random() < 0.5,
             extra_config=extra,
         )
 
