@@ -21,21 +21,14 @@ from itertools import groupby
 from pathlib import Path
 from types import FrameType
 
-from tests.connector.fakes import (
-    HASH_TOKENS,
-    FakeBlocks,
-    FakeNewRequest,
-    FakeOutput,
-    FakeRequest,
-    FakeSpec,
-    FakeStep,
-)
+from tests.connector.fakes import HASH_TOKENS, FakeBlocks, FakeRequest, FakeSpec, make_first_step
 
 import kvtier
 from kvtier.base import OffloadKey, ReqContext, make_offload_keys
 from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.connector.common import OffloadingWorkerMetadata
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
+from kvtier.engines.common.step import StepOutput, WorkerOutput
 from kvtier.testing.tier_driver import make_rows
 from kvtier.tiering.factory import create_secondary_tier
 from kvtier.tiering.fs import FSTier
@@ -188,7 +181,7 @@ class Engine:
             num_tokens, _ = self.connector.get_num_new_matched_tokens(request, 0)
             if num_tokens is not None:
                 return num_tokens
-            self.connector.build_connector_meta(FakeStep())
+            self.connector.build_connector_meta(StepOutput())
             time.sleep(STEP_S)
 
     def evict_all(self) -> None:
@@ -243,7 +236,7 @@ def trace_miss_and_store(tracer: Tracer, engine: Engine) -> None:
         connector.get_num_new_matched_tokens(request, 0)
     engine.search(request)
     connector.update_state_after_alloc(request, FakeBlocks(blocks), 0)
-    step = FakeStep([FakeNewRequest("first", blocks)], num_scheduled_tokens={"first": NUM_TOKENS})
+    step = make_first_step("first", blocks, NUM_TOKENS)
     with tracer.record(TracedPath.STORE, "build_connector_meta"):
         metadata = connector.build_connector_meta(step)
     report = OffloadingWorkerMetadata()
@@ -252,9 +245,9 @@ def trace_miss_and_store(tracer: Tracer, engine: Engine) -> None:
     with tracer.record(
         TracedPath.STORE, "update_connector_output: the worker has stored, the blocks cascade"
     ):
-        connector.update_connector_output(FakeOutput(report))
+        connector.update_connector_output(WorkerOutput(report))
     engine.manager.drain(WAIT_S)
-    connector.build_connector_meta(FakeStep())
+    connector.build_connector_meta(StepOutput())
     connector.request_finished(request)
 
 
@@ -264,7 +257,7 @@ def trace_load(tracer: Tracer, engine: Engine) -> None:
     with tracer.record(TracedPath.LOAD, "get_num_new_matched_tokens: the tier has the blocks"):
         connector.get_num_new_matched_tokens(request, 0)
     with tracer.record(TracedPath.LOAD, "build_connector_meta: the promotion starts"):
-        connector.build_connector_meta(FakeStep())
+        connector.build_connector_meta(StepOutput())
     engine.tier.drain(WAIT_S)
     with tracer.record(TracedPath.LOAD, "get_num_new_matched_tokens: the blocks have arrived"):
         num_tokens, _ = connector.get_num_new_matched_tokens(request, 0)

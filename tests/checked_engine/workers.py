@@ -27,6 +27,7 @@ from kvtier.config import GroupKind, OffloadingConfig
 from kvtier.connector.common import OffloadingWorkerMetadata
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.cpu.common import CPULoadStoreSpec
+from kvtier.engines.common.worker_step import end_step
 
 
 class CheckedWorker:
@@ -73,17 +74,10 @@ def execute_step(
         assert (worker.device[NULL_BLOCK] == GARBAGE).all(), "somebody has written to the null block"
         # An engine's step without tokens has nothing to store and skips this.
         assert step.works or not step.metadata.store_jobs
-        if step.works:
-            worker.half.prepare_store_kv(step.metadata)
+        loads, report = end_step(worker.half, step.metadata)
         assert not worker.stores.begun & step.metadata.store_jobs.keys(), "a store begins in its own step"
-        sent, received = worker.half.get_finished(set())
-        assert not sent
-        failed = worker.half.take_failed_loads()
-        assert failed.keys() <= received
-        step.ended_loads += [(worker.rank, req_id, failed.get(req_id)) for req_id in sorted(received)]
-        report = worker.half.build_connector_worker_meta()
-        if report is not None:
-            step.report = step.report.aggregate(report)
+        step.ended_loads += [(worker.rank, req_id, failed) for req_id, failed in loads.items()]
+        step.report = step.report.aggregate(report)
 
 
 def _compute(

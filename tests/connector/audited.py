@@ -16,11 +16,10 @@ import torch
 from tests.connector.fakes import (
     HASH_TOKENS,
     FakeBlocks,
-    FakeNewRequest,
-    FakeOutput,
     FakeRequest,
-    FakeStep,
     hash_tokens,
+    make_first_step,
+    make_later_step,
 )
 
 from kvtier.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, OffloadKey
@@ -28,6 +27,8 @@ from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.cpu.spec import CPUOffloadingSpec
+from kvtier.engines.common.step import StepOutput, WorkerOutput
+from kvtier.engines.common.worker_step import begin_step, end_step
 from kvtier.testing.clock import ManualClock
 from kvtier.tiering.spec import TieringOffloadingSpec
 
@@ -159,7 +160,7 @@ class AuditedEngine:
         self._num_requests = 0
         self.num_hits = 0
         self.held: dict[OffloadKey, tuple[list[int], int]] = {}
-        self._step(FakeStep())  # both halves compare their regions
+        self._step(StepOutput())  # both halves compare their regions
 
     @property
     def rows(self) -> Bytes:
@@ -180,24 +181,22 @@ class AuditedEngine:
         request = FakeRequest(f"r{self._num_requests}", list(tokens))
         table = list(range(-(-len(tokens) // HASH_TOKENS)))
         while (num_loaded := self.half.get_num_new_matched_tokens(request, 0)[0]) is None:
-            self._step(FakeStep())
+            self._step(StepOutput())
             self.clock.advance(self.wait_s)
         state = self.half._requests[request.request_id]
         self.num_hits += state.search.found is not None and state.search.found.end_token > 0
         self.half.update_state_after_alloc(request, FakeBlocks((table,)), num_loaded)
         if num_loaded:
-            while request.request_id not in self._step(FakeStep()):
+            while request.request_id not in self._step(StepOutput()):
                 self.worker.wait_for_loads()
         self._compute(tokens, num_loaded // HASH_TOKENS)
-        step = FakeStep([FakeNewRequest(request.request_id, (table,), num_loaded)])
-        step.num_scheduled_tokens[request.request_id] = len(tokens) - num_loaded
+        step = make_first_step(request.request_id, (table,), len(tokens) - num_loaded, num_loaded)
         self._step(step)
         self.clock.advance(self.compute_s(len(tokens) - num_loaded))
         keys = list(state.keys[0])
         for _ in range(num_new_tokens):
             request.tokens.append(7)
-            decode = FakeStep(num_scheduled_tokens={request.request_id: 1})
-            decode.scheduled_cached_reqs.add(request.request_id, len(request.tokens) - 1)
+            decode = make_later_step(request.request_id, len(request.tokens) - 1, 1)
             self._step(decode)
             self.clock.advance(self.wait_s)
         self.half.request_finished(request)
@@ -207,10 +206,10 @@ class AuditedEngine:
 
     def settle(self) -> None:
         """Step until every store and comparison has ended."""
-        self._step(FakeStep())
+        self._step(StepOutput())
         while self.half.has_open_stores():
             self.worker.worker.wait(set(self.half._jobs.by_id))
-            self._step(FakeStep())
+            self._step(StepOutput())
 
     def stat(self, name: str) -> float:
         """Return a number of the audit."""
@@ -229,13 +228,12 @@ class AuditedEngine:
             noisy = numbers * (1 + NOISE * self._noise.standard_normal(SHAPE))
             self._device[block] = torch.from_numpy(to_bytes(noisy.astype(np.float32)).view(np.int8).copy())
 
-    def _step(self, step: FakeStep) -> set[str]:
+    def _step(self, step: StepOutput) -> set[str]:
         metadata = self.half.build_connector_meta(step)
-        self.worker.start_kv_transfers(metadata)
-        self.worker.prepare_store_kv(metadata)
-        _, ended = self.worker.get_finished(set())
-        self.half.update_connector_output(FakeOutput(self.worker.build_connector_worker_meta()))
-        return ended
+        begin_step(self.worker, metadata)
+        ended = end_step(self.worker, metadata)
+        self.half.update_connector_output(WorkerOutput(ended.report))
+        return set(ended.loads)
 
 
 def make_prompts(num: int = 4, num_tokens: int = 33) -> list[list[int]]:

@@ -27,6 +27,7 @@ from kvtier.base import (
 from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.connector.common import OffloadingConnectorMetadata, OffloadingWorkerMetadata
 from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.engines.common.step import CachedRequests, NewRequest, StepOutput, WorkerOutput
 
 HASH_TOKENS = 4
 
@@ -77,72 +78,26 @@ class FakeBlocks:
         return self.block_ids
 
 
-@dataclass(frozen=True)
-class FakeNewRequest:
-    """A request scheduled for the first time."""
-
-    req_id: str
-    block_ids: tuple[list[int], ...]
-    num_computed_tokens: int = 0
-
-
-@dataclass
-class FakeCachedRequests:
-    """Requests scheduled before."""
-
-    req_ids: list[str] = field(default_factory=list)
-    resumed_req_ids: set[str] = field(default_factory=set)
-    new_block_ids: list[tuple[list[int], ...] | None] = field(default_factory=list)
-    num_computed_tokens: list[int] = field(default_factory=list)
-
-    def add(
-        self,
-        req_id: str,
-        num_computed_tokens: int,
-        block_ids: tuple[list[int], ...] | None = None,
-        *,
-        is_resumed: bool = False,
-    ) -> None:
-        """Add one request."""
-        self.req_ids.append(req_id)
-        self.new_block_ids.append(block_ids)
-        self.num_computed_tokens.append(num_computed_tokens)
-        if is_resumed:
-            self.resumed_req_ids.add(req_id)
+def make_first_step(
+    req_id: str, block_ids: tuple[list[int], ...], num_tokens: int, num_computed_tokens: int = 0
+) -> StepOutput:
+    """Return a step that computes tokens of a new request alone."""
+    new = NewRequest(req_id, block_ids, num_computed_tokens)
+    return StepOutput([new], num_scheduled_tokens={req_id: num_tokens})
 
 
-@dataclass(frozen=True)
-class FakeCopy:
-    """A copy of one device block into another."""
-
-    src_block_id: int
-    dst_block_id: int
-
-
-@dataclass(frozen=True)
-class FakeBlockState:
-    """By request the recurrent states that device blocks hold: group, device block, tokens."""
-
-    boundary_state_offloads: dict[str, list[tuple[int, int, int]]]
-
-
-@dataclass
-class FakeStep:
-    """A scheduler output."""
-
-    scheduled_new_reqs: list[FakeNewRequest] = field(default_factory=list)
-    scheduled_cached_reqs: FakeCachedRequests = field(default_factory=FakeCachedRequests)
-    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
-    preempted_req_ids: set[str] | None = None
-    kv_cache_block_copies: list[FakeCopy] | None = None
-    kv_connector_block_state: FakeBlockState | None = None
-
-
-@dataclass(frozen=True)
-class FakeOutput:
-    """A connector output."""
-
-    kv_connector_worker_meta: OffloadingWorkerMetadata | None
+def make_later_step(
+    req_id: str,
+    num_computed_tokens: int,
+    num_tokens: int,
+    block_ids: tuple[list[int], ...] | None = None,
+    *,
+    is_resumed: bool = False,
+) -> StepOutput:
+    """Return a step that goes on with one request alone."""
+    resumed = {req_id} if is_resumed else ()
+    cached = CachedRequests([req_id], resumed, [block_ids], [num_computed_tokens])
+    return StepOutput(scheduled_cached_reqs=cached, num_scheduled_tokens={req_id: num_tokens})
 
 
 def make_config(
@@ -265,10 +220,10 @@ class FakeJoiningHandler(FakeHandler, JoiningHandler):
 
 def report_jobs(
     metadata: OffloadingConnectorMetadata, *, num_workers: int = 1, failed: Collection[TransferJobId] = ()
-) -> FakeOutput:
+) -> WorkerOutput:
     """Return the output of a step in which ``num_workers`` workers ended each job of ``metadata``."""
     jobs = [*metadata.load_jobs, *metadata.store_jobs]
-    return FakeOutput(OffloadingWorkerMetadata(dict.fromkeys(jobs, num_workers), frozenset(failed)))
+    return WorkerOutput(OffloadingWorkerMetadata(dict.fromkeys(jobs, num_workers), frozenset(failed)))
 
 
 def block_ids_of(spec: LoadStoreSpec) -> list[int]:

@@ -5,9 +5,17 @@ from collections.abc import Iterator
 
 import pytest
 from tests.connector.audited import AuditedEngine, make_prompts
-from tests.connector.fakes import FakeBlocks, FakeNewRequest, FakeRequest, FakeSpec, FakeStep, make_config
+from tests.connector.fakes import (
+    FakeBlocks,
+    FakeRequest,
+    FakeSpec,
+    make_config,
+    make_first_step,
+    make_later_step,
+)
 
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
+from kvtier.engines.common.step import StepOutput
 from kvtier.misses import MissCause
 
 EXAMPLE = {"type": "example", "max_in_flight_store_bytes": "1MiB"}
@@ -170,16 +178,13 @@ def test_blocks_that_a_drawn_request_has_stored_itself_are_no_hit(
         late.setattr(tier, "drain_answered", lambda: None)
         engine.half.get_num_new_matched_tokens(request, 0)
         engine.half.update_state_after_alloc(request, FakeBlocks((table,)), 0)
-        step = FakeStep([FakeNewRequest("cold", (table,), 0)])
-        step.num_scheduled_tokens["cold"] = 18
+        step = make_first_step("cold", (table,), 18)
         engine._step(step)
         engine.settle()
-    step = FakeStep()
-    step.scheduled_cached_reqs.add("cold", 18)
-    step.num_scheduled_tokens["cold"] = 15
+    step = make_later_step("cold", 18, 15)
     engine._step(step)
     request.tokens.append(7)
-    engine._step(FakeStep(num_scheduled_tokens={"cold": 1}))
+    engine._step(StepOutput(num_scheduled_tokens={"cold": 1}))
     engine.half.request_finished(request)
     engine.settle()
 
@@ -240,8 +245,7 @@ def test_a_reset_during_an_audit_frees_every_slot(engines: list[AuditedEngine]) 
     engine.half.get_num_new_matched_tokens(request, 0)
     table = list(range(9))
     engine.half.update_state_after_alloc(request, FakeBlocks((table,)), 0)
-    step = FakeStep([FakeNewRequest("r", (table,), 0)])
-    step.num_scheduled_tokens["r"] = 16  # half of its blocks are being compared, half are pinned
+    step = make_first_step("r", (table,), 16)  # half of its blocks are being compared, half are pinned
 
     engine._step(step)
     engine.half.reset()
@@ -261,14 +265,11 @@ def test_a_prompt_computed_in_parts_is_compared_in_parts(engines: list[AuditedEn
     table = list(range(9))
     engine.half.update_state_after_alloc(request, FakeBlocks((table,)), 0)
     engine._compute(PROMPTS[0], 0)
-    step = FakeStep([FakeNewRequest("r", (table,), 0)])
-    step.num_scheduled_tokens["r"] = 18
+    step = make_first_step("r", (table,), 18)
     engine._step(step)
     engine.settle()
     assert engine.stat("close_blocks") == 4
-    step = FakeStep()
-    step.scheduled_cached_reqs.add("r", 18)
-    step.num_scheduled_tokens["r"] = 15
+    step = make_later_step("r", 18, 15)
     engine._step(step)
     engine.settle()
 

@@ -14,15 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.connector.fakes import (
-    HASH_TOKENS,
-    FakeBlocks,
-    FakeBlockState,
-    FakeNewRequest,
-    FakeOutput,
-    FakeRequest,
-    FakeStep,
-)
+from tests.checked_engine.requests import Plan
+from tests.connector.fakes import HASH_TOKENS, FakeBlocks, FakeRequest
 
 from kvtier.base import (
     CanonicalKVCacheRef,
@@ -38,6 +31,8 @@ from kvtier.config import GroupKind, KVGroup, ModelIdentity, OffloadingConfig, S
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.cpu.spec import CPUOffloadingSpec
+from kvtier.engines.common.step import NamedStates, NewRequest, StepOutput, WorkerOutput
+from kvtier.engines.common.worker_step import begin_step, end_step
 from kvtier.testing.clock import ManualClock
 
 BLOCK_TOKENS = 2 * HASH_TOKENS
@@ -206,23 +201,22 @@ class HybridEngine:
 
     def step(self) -> None:
         """Compute a part of every request that runs, and end loads."""
-        step, kept, written = FakeStep(preempted_req_ids=self._preempted or None), {}, []
-        self._preempted = set()
+        plan, kept, written = Plan(), {}, []
         for req_id, one in self.running.items():
             end = self._choose_end(one)
             first = [len(table) for table in one.tables]
             if not self._grow(one, end, keeps_state=end % BLOCK_TOKENS == 0):
                 continue
             new = tuple(table[start:] for table, start in zip(one.tables, first, strict=True))
-            self._schedule(step, one, new)
-            step.num_scheduled_tokens[req_id] = end - one.num_computed
+            self._schedule(plan, one, new)
+            plan.num_tokens[req_id] = end - one.num_computed
             written += self._writes(one, end)
             if self._names_states and end % BLOCK_TOKENS == 0 and one.tables[STATE][-1] != NO_BLOCK:
                 kept[req_id] = [(STATE, one.tables[STATE][-1], end)]
             one.num_computed = end
-        if self._names_states:
-            step.kv_connector_block_state = FakeBlockState(kept)
-        self._carry_out(step, written)
+        output = plan.output(self._preempted, NamedStates(kept) if self._names_states else None)
+        self._preempted = set()
+        self._carry_out(output, written)
 
     def abort(self, req_id: str) -> None:
         """End a request, complete or not."""
@@ -259,10 +253,10 @@ class HybridEngine:
         self.resume()
         for req_id in list(self.running):
             self.abort(req_id)
-        self._carry_out(FakeStep(), [])
+        self._carry_out(StepOutput(), [])
         while self.half.has_open_stores():
             self.worker.worker.wait(set(self.half._jobs.by_id))
-            self._carry_out(FakeStep(), [])
+            self._carry_out(StepOutput(), [])
 
     def stat(self, name: str) -> float:
         """Return one of kvtier's counters or gauges."""
@@ -312,13 +306,13 @@ class HybridEngine:
         self._free += one.owned
         one.owned = []
 
-    def _schedule(self, step: FakeStep, one: Running, new: tuple[list[int], ...]) -> None:
+    def _schedule(self, plan: Plan, one: Running, new: tuple[list[int], ...]) -> None:
         req_id, table = one.request.request_id, tuple(list(table) for table in one.tables)
         if one.is_new:
-            step.scheduled_new_reqs.append(FakeNewRequest(req_id, table, one.num_computed))
+            plan.new.append(NewRequest(req_id, table, one.num_computed))
         else:
             blocks = table if one.is_resumed else new
-            step.scheduled_cached_reqs.add(req_id, one.num_computed, blocks, is_resumed=one.is_resumed)
+            plan.cached.append((req_id, one.is_resumed, blocks, one.num_computed))
         one.is_new = one.is_resumed = False
 
     def _writes(self, one: Running, end: int) -> list[tuple[int, torch.Tensor]]:
@@ -332,23 +326,21 @@ class HybridEngine:
             written.append((one.tables[STATE][-1], content(STATE, tokens[:end])))
         return written
 
-    def _carry_out(self, step: FakeStep, written: list[tuple[int, torch.Tensor]]) -> None:
+    def _carry_out(self, step: StepOutput, written: list[tuple[int, torch.Tensor]]) -> None:
         self.clock.advance(1.0)
         metadata = self.half.build_connector_meta(step)
-        self.worker.start_kv_transfers(metadata)
+        begin_step(self.worker, metadata)
         for block, page in written:
             self.device[block, :PAGE_BYTES] = page
-        self.worker.prepare_store_kv(metadata)
-        _, ended = self.worker.get_finished(set())
-        failed = self.worker.take_failed_loads()
-        for req_id in sorted(ended):
+        loads, report = end_step(self.worker, metadata)
+        for req_id, failed_blocks in loads.items():
             one = self._loading.pop(req_id)
-            if req_id in failed:
+            if failed_blocks is not None:
                 self._release(one)
                 one.tables, one.num_computed = ([], []), 0
             self._check_loaded(one)
             self.running[req_id] = one
-        self.half.update_connector_output(FakeOutput(self.worker.build_connector_worker_meta()))
+        self.half.update_connector_output(WorkerOutput(report))
 
     def _check_loaded(self, one: Running) -> None:
         if one.num_computed:

@@ -3,21 +3,13 @@
 from collections.abc import Callable, Sequence
 
 import pytest
-from tests.connector.fakes import (
-    FakeBlocks,
-    FakeNewRequest,
-    FakeOutput,
-    FakeRequest,
-    FakeSpec,
-    FakeStep,
-    keys_of,
-    make_config,
-)
+from tests.connector.fakes import FakeBlocks, FakeRequest, FakeSpec, keys_of, make_config, make_first_step
 
 from kvtier.base import ReqContext, TransferJobId
 from kvtier.connector.common import AuditReport, OffloadingWorkerMetadata
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.engines.common.step import WorkerOutput
 
 PROMPT = list(range(13))
 NUM_WORKERS = 3
@@ -42,8 +34,7 @@ def begin_audit() -> tuple[OffloadingConnectorScheduler, TransferJobId]:
     request = FakeRequest("a", PROMPT)
     assert half.get_num_new_matched_tokens(request, 0) == (0, False)
     half.update_state_after_alloc(request, FakeBlocks(([0, 1, 2, 3],)), 0)
-    step = FakeStep([FakeNewRequest("a", ([0, 1, 2, 3],))])
-    step.num_scheduled_tokens["a"] = request.num_tokens
+    step = make_first_step("a", ([0, 1, 2, 3],), request.num_tokens)
     (job_id,) = half.build_connector_meta(step).store_jobs
     return half, job_id
 
@@ -55,14 +46,14 @@ def report_together(half: OffloadingConnectorScheduler, reports: Sequence[Offloa
     whole = OffloadingWorkerMetadata()
     for report in reports:
         whole = whole.aggregate(report)
-    half.update_connector_output(FakeOutput(whole))
+    half.update_connector_output(WorkerOutput(whole))
 
 
 def report_one_by_one(
     half: OffloadingConnectorScheduler, reports: Sequence[OffloadingWorkerMetadata]
 ) -> None:
     for report in reports:
-        half.update_connector_output(FakeOutput(report))
+        half.update_connector_output(WorkerOutput(report))
 
 
 @pytest.mark.parametrize("report", [report_together, report_one_by_one])

@@ -4,21 +4,21 @@ import logging
 
 import pytest
 from tests.connector.fakes import (
-    FakeNewRequest,
-    FakeOutput,
     FakeRegionSpec,
     FakeRequest,
     FakeSpec,
-    FakeStep,
     TableManager,
     block_ids_of,
     keys_of,
     make_config,
+    make_first_step,
+    make_later_step,
 )
 
 from kvtier.connector.common import OffloadingWorkerMetadata
 from kvtier.connector.handshake import MAX_AWAITED_STEPS, RegionHandshake, make_handshake
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
+from kvtier.engines.common.step import StepOutput, WorkerOutput
 
 PROMPT = list(range(17))
 
@@ -76,7 +76,9 @@ class Bench:
 
     def report(self, *identities: tuple[int, int]) -> None:
         """Let workers report their regions."""
-        self.half.update_connector_output(FakeOutput(OffloadingWorkerMetadata(region_identities=identities)))
+        self.half.update_connector_output(
+            WorkerOutput(OffloadingWorkerMetadata(region_identities=identities))
+        )
 
     def search(self) -> tuple[int | None, bool]:
         """Ask for a request."""
@@ -84,7 +86,7 @@ class Bench:
 
     def num_stores(self) -> int:
         """Compute a request and return how many stores that makes."""
-        step = FakeStep([FakeNewRequest("a", ([0, 1, 2, 3, 4],))], num_scheduled_tokens={"a": 17})
+        step = make_first_step("a", ([0, 1, 2, 3, 4],), 17)
         return len(self.half.build_connector_meta(step).store_jobs)
 
 
@@ -110,7 +112,7 @@ def test_nobody_waits_for_a_worker_that_never_reports() -> None:
     bench.report((1, 2))
     for _ in range(MAX_AWAITED_STEPS):
         assert bench.search() == (None, False)
-        bench.half.build_connector_meta(FakeStep())
+        bench.half.build_connector_meta(StepOutput())
 
     assert bench.search() == (0, False)
     assert bench.num_stores() == 0
@@ -119,12 +121,11 @@ def test_nobody_waits_for_a_worker_that_never_reports() -> None:
 def test_blocks_computed_before_the_workers_were_known_are_stored_afterwards() -> None:
     half = OffloadingConnectorScheduler(FakeRegionSpec(make_config()))
     half.get_num_new_matched_tokens(FakeRequest("a", PROMPT), 0)
-    step = FakeStep([FakeNewRequest("a", ([0, 1, 2, 3, 4],))], num_scheduled_tokens={"a": 16})
+    step = make_first_step("a", ([0, 1, 2, 3, 4],), 16)
     half.build_connector_meta(step)
-    half.update_connector_output(FakeOutput(OffloadingWorkerMetadata(region_identities=((1, 2),))))
+    half.update_connector_output(WorkerOutput(OffloadingWorkerMetadata(region_identities=((1, 2),))))
 
-    step = FakeStep(num_scheduled_tokens={"a": 1})
-    step.scheduled_cached_reqs.add("a", 16)
+    step = make_later_step("a", 16, 1)
 
     [job] = half.build_connector_meta(step).store_jobs.values()
     assert block_ids_of(job.transfer_spec.source) == [0, 1, 2, 3]

@@ -5,13 +5,12 @@ from dataclasses import replace
 import pytest
 from tests.connector.fakes import (
     FakeBlocks,
-    FakeNewRequest,
     FakeRequest,
     FakeSpec,
-    FakeStep,
     block_ids_of,
     hash_tokens,
     make_config,
+    make_first_step,
     report_jobs,
 )
 
@@ -22,6 +21,7 @@ from kvtier.connector.groups import make_group_layouts
 from kvtier.connector.prefix_search import LONE_BLOCK_TOKENS, find_max_end, split_by_need
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.engines.common.step import StepOutput
 from kvtier.misses import MissCause
 
 FULL = KVGroup(4, ("layer",), 64)
@@ -52,8 +52,7 @@ class Bench:
         """Compute a request, and see its stores through."""
         request = FakeRequest(f"of-{len(tokens)}", tokens)
         self.half.get_num_new_matched_tokens(request, 0)
-        step = FakeStep([FakeNewRequest(request.request_id, self.tables(len(tokens)))])
-        step.num_scheduled_tokens[request.request_id] = len(tokens)
+        step = make_first_step(request.request_id, self.tables(len(tokens)), len(tokens))
         self.half.update_connector_output(report_jobs(self.half.build_connector_meta(step)))
         self.half.request_finished(request)
 
@@ -62,7 +61,7 @@ class Bench:
         found, _ = self.half.get_num_new_matched_tokens(request, num_local)
         assert found is not None
         self.half.update_state_after_alloc(request, FakeBlocks(self.tables(request.num_tokens)), found)
-        return self.half.build_connector_meta(FakeStep())
+        return self.half.build_connector_meta(StepOutput())
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 4])
@@ -153,8 +152,7 @@ def test_the_block_of_the_last_token_is_fenced_and_not_stored_again() -> None:
     request = FakeRequest("b", PROMPT)
     metadata = bench.begin(request)
     bench.half.update_connector_output(report_jobs(metadata))
-    step = FakeStep([FakeNewRequest("b", bench.tables(16), num_computed_tokens=15)])
-    step.num_scheduled_tokens["b"] = 1
+    step = make_first_step("b", bench.tables(16), 1, 15)
 
     assert not bench.half.build_connector_meta(step).store_jobs
 

@@ -6,12 +6,10 @@ import pytest
 from tests.connector.fakes import (
     HASH_TOKENS,
     FakeBlocks,
-    FakeNewRequest,
-    FakeOutput,
     FakeRequest,
     FakeSpec,
-    FakeStep,
     make_config,
+    make_first_step,
     report_jobs,
 )
 from tests.tiering.drivers import make_example
@@ -21,6 +19,7 @@ from kvtier.connector.common import OffloadingConnectorMetadata, OffloadingWorke
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.engines.common.step import StepOutput, WorkerOutput
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tiering_driver import TieringDriver
 from kvtier.testing.wrapped_tier import SlowTier
@@ -89,8 +88,9 @@ class Bench:
 
     def compute(self, request: FakeRequest, num_loaded: int = 0) -> OffloadingConnectorMetadata:
         """Compute what a request lacks in one step."""
-        step = FakeStep([FakeNewRequest(request.request_id, (list(range(20)),), num_loaded)])
-        step.num_scheduled_tokens[request.request_id] = request.num_tokens - num_loaded
+        step = make_first_step(
+            request.request_id, (list(range(20)),), request.num_tokens - num_loaded, num_loaded
+        )
         metadata = self.half.build_connector_meta(step)
         self.half.update_connector_output(report_jobs(metadata))
         return metadata
@@ -111,7 +111,7 @@ class Bench:
             answer, _ = self.half.get_num_new_matched_tokens(request, 0)
             if answer is not None:
                 return answer, self.clock() - begun_s
-            self.half.build_connector_meta(FakeStep())
+            self.half.build_connector_meta(StepOutput())
             self.driver.manager.check()
             self.clock.advance(0.1)
         raise AssertionError("the request waits for ever")
@@ -121,7 +121,7 @@ class Bench:
         request = self.request(prompt)
         num_tokens, waited_s = self.ask(request)
         self.half.update_state_after_alloc(request, FakeBlocks((list(range(20)),)), num_tokens)
-        metadata = self.half.build_connector_meta(FakeStep())
+        metadata = self.half.build_connector_meta(StepOutput())
         self.half.update_connector_output(report_jobs(metadata))
         self.compute(request, num_tokens)
         self.half.request_finished(request)
@@ -267,7 +267,7 @@ def test_a_request_whose_neighbour_s_blocks_came_late_does_not_think_again() -> 
     bench.tier.block_s = 1.0
     neighbour, request = bench.request(PROMPT[: 4 * HASH_TOKENS + 1]), bench.request()
     assert bench.half.get_num_new_matched_tokens(neighbour, 0) == (None, False)
-    bench.half.build_connector_meta(FakeStep())
+    bench.half.build_connector_meta(StepOutput())
 
     num_tokens, waited_s = bench.ask(request)
 
@@ -280,7 +280,7 @@ def test_a_request_that_had_to_ask_and_loads_nothing_holds_nothing_when_it_begin
     request = bench.request()
     bench.tier.is_asking = True
     assert bench.half.get_num_new_matched_tokens(request, 0) == (None, False)
-    bench.half.build_connector_meta(FakeStep())
+    bench.half.build_connector_meta(StepOutput())
     bench.tier.is_asking = False
 
     assert bench.ask(request)[0] == 0
@@ -332,7 +332,7 @@ def test_a_request_asked_for_again_and_again_counts_once() -> None:
     request = bench.request()
     for _ in range(5):
         assert bench.ask(request) == (0, 0.0)
-        bench.half.build_connector_meta(FakeStep())
+        bench.half.build_connector_meta(StepOutput())
 
     assert bench.count("connector.not_loaded_tokens.slow") == 0
     bench.half.update_state_after_alloc(request, FakeBlocks((list(range(20)),)), 0)
@@ -355,7 +355,7 @@ def test_without_tiers_everything_in_host_memory_is_loaded() -> None:
     half = OffloadingConnectorScheduler(FakeSpec(make_config(load_if="faster"), CPUOffloadingManager(16)))
     first, second = FakeRequest("a", PROMPT), FakeRequest("b", PROMPT)
     half.get_num_new_matched_tokens(first, 0)
-    step = FakeStep([FakeNewRequest("a", (list(range(9)),))], num_scheduled_tokens={"a": len(PROMPT)})
+    step = make_first_step("a", (list(range(9)),), len(PROMPT))
     half.update_connector_output(report_jobs(half.build_connector_meta(step)))
 
     assert half.get_num_new_matched_tokens(second, 0) == (NUM_TOKENS, True)
@@ -382,14 +382,13 @@ def test_the_engine_s_steps_tell_how_fast_it_computes() -> None:
         prompt = [number * 10_000 + token for token in range(400)]
         request = bench.request(prompt)
         bench.half.get_num_new_matched_tokens(request, 0)
-        step = FakeStep([FakeNewRequest(request.request_id, (list(range(100)),))])
-        step.num_scheduled_tokens[request.request_id] = 400
+        step = make_first_step(request.request_id, (list(range(100)),), 400)
         metadata = bench.half.build_connector_meta(step)
         worker.start_kv_transfers(metadata)
         bench.clock.advance(2.0)
         report = worker.build_connector_worker_meta()
         assert report is not None
-        bench.half.update_connector_output(FakeOutput(report))
+        bench.half.update_connector_output(WorkerOutput(report))
         bench.clock.advance(500.0)
 
     assert bench.count("connector.prefill_tokens_per_s") == pytest.approx(200.0)
@@ -400,10 +399,9 @@ def test_a_worker_is_asked_to_report_a_step_only_when_that_is_of_use() -> None:
         bench = Bench(load_if)
         request = bench.request(list(range(400)))
         bench.half.get_num_new_matched_tokens(request, 0)
-        step = FakeStep([FakeNewRequest(request.request_id, (list(range(100)),))])
-        step.num_scheduled_tokens[request.request_id] = 400
+        step = make_first_step(request.request_id, (list(range(100)),), 400)
         assert (bench.half.build_connector_meta(step).measured_step is not None) is is_asked
-        assert bench.half.build_connector_meta(FakeStep()).measured_step is None
+        assert bench.half.build_connector_meta(StepOutput()).measured_step is None
 
 
 def test_reports_of_several_workers_add_their_bytes_and_keep_the_longest_time() -> None:
@@ -420,6 +418,8 @@ def test_reports_of_several_workers_add_their_bytes_and_keep_the_longest_time() 
 def test_the_link_to_the_device_is_learned_from_reports() -> None:
     bench = Bench()
 
-    bench.half.update_connector_output(FakeOutput(OffloadingWorkerMetadata(load_bytes=500, load_time_s=2.0)))
+    bench.half.update_connector_output(
+        WorkerOutput(OffloadingWorkerMetadata(load_bytes=500, load_time_s=2.0))
+    )
 
     assert bench.count("connector.load_bytes_per_s") == 250.0

@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 from tests.connector.fakes import (
     HASH_TOKENS,
     FakeBlocks,
-    FakeNewRequest,
     FakeRequest,
     FakeSpec,
-    FakeStep,
     make_config,
+    make_first_step,
     report_jobs,
 )
 from tests.tiering.drivers import make_driver
@@ -22,6 +21,7 @@ from kvtier.connector.groups import GroupLayout
 from kvtier.connector.request_records import count_tokens_by_tier
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.engines.common.step import StepOutput
 
 PROMPT = list(range(17))
 NUM_BLOCKS = 8
@@ -120,8 +120,7 @@ class Bench:
     def store(self, request: FakeRequest) -> None:
         """Compute a request and see its stores through, into the tier too."""
         self.half.get_num_new_matched_tokens(request, 0)
-        step = FakeStep([FakeNewRequest(request.request_id, ([0, 1, 2, 3, 4],))])
-        step.num_scheduled_tokens[request.request_id] = request.num_tokens
+        step = make_first_step(request.request_id, ([0, 1, 2, 3, 4],), request.num_tokens)
         self.half.update_connector_output(report_jobs(self.half.build_connector_meta(step)))
         self.half.request_finished(request)
 
@@ -136,7 +135,7 @@ class Bench:
             num_tokens, _ = self.half.get_num_new_matched_tokens(request, num_local_tokens)
             if num_tokens is not None:
                 return num_tokens
-            self.half.build_connector_meta(FakeStep())
+            self.half.build_connector_meta(StepOutput())
         raise AssertionError("the search was not answered")
 
     def load(self, request: FakeRequest, num_local_tokens: int = 0) -> dict[str, int]:
@@ -144,7 +143,7 @@ class Bench:
         num_tokens = self.search(request, num_local_tokens)
         self.half.update_state_after_alloc(request, FakeBlocks((list(range(10, 15)),)), num_tokens)
         sources = self.half.get_tokens_by_tier(request.request_id, num_tokens)
-        self.half.update_connector_output(report_jobs(self.half.build_connector_meta(FakeStep())))
+        self.half.update_connector_output(report_jobs(self.half.build_connector_meta(StepOutput())))
         return sources
 
 
@@ -218,7 +217,7 @@ def test_tokens_of_a_failed_load_are_not_counted() -> None:
     bench.store(FakeRequest("a", PROMPT))
     request = FakeRequest("b", PROMPT)
     bench.half.update_state_after_alloc(request, FakeBlocks((list(range(10, 15)),)), bench.search(request))
-    metadata = bench.half.build_connector_meta(FakeStep())
+    metadata = bench.half.build_connector_meta(StepOutput())
 
     bench.half.update_connector_output(report_jobs(metadata, failed=list(metadata.load_jobs)))
 

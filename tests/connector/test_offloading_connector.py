@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.connector.fakes import HASH_TOKENS, FakeBlocks, FakeNewRequest, FakeOutput, FakeRequest, FakeStep
+from tests.connector.fakes import HASH_TOKENS, FakeBlocks, FakeRequest, make_first_step
 
 from kvtier.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.connector import ConnectorRole, OffloadingConnector
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.connector.worker import OffloadingConnectorWorker
+from kvtier.engines.common.step import StepOutput, WorkerOutput
+from kvtier.engines.common.worker_step import begin_step, end_step
 
 NUM_DEVICE_BLOCKS = 12
 PAGE_BYTES = 64
@@ -48,16 +50,13 @@ class Engine:
         assert half is not None
         return half
 
-    def step(self, step: FakeStep | None = None) -> None:
+    def step(self, step: StepOutput | None = None) -> None:
         """Do one step."""
-        metadata = self.scheduler.build_connector_meta(step or FakeStep())
-        self.worker.handle_preemptions(metadata)
-        self.worker.start_kv_transfers(metadata)
-        self.worker.prepare_store_kv(metadata)
-        _, received = self.worker.get_finished(set())
-        failed = self.worker.take_failed_loads()
-        self.ended |= {req_id: failed.get(req_id) for req_id in received}
-        self.scheduler.update_connector_output(FakeOutput(self.worker.build_connector_worker_meta()))
+        metadata = self.scheduler.build_connector_meta(step or StepOutput())
+        begin_step(self.worker, metadata)
+        loads, report = end_step(self.worker, metadata)
+        self.ended |= loads
+        self.scheduler.update_connector_output(WorkerOutput(report))
 
     def settle(self) -> None:
         """Step until no job is open."""
@@ -72,8 +71,7 @@ class Engine:
         self.scheduler.get_num_new_matched_tokens(request, 0)
         for position, block_id in enumerate(block_ids):
             self.pages[block_id] = position + 1
-        step = FakeStep([FakeNewRequest(request.request_id, (block_ids,))])
-        step.num_scheduled_tokens[request.request_id] = request.num_tokens
+        step = make_first_step(request.request_id, (block_ids,), request.num_tokens)
         self.step(step)
 
     def shutdown(self) -> None:

@@ -5,15 +5,13 @@ from dataclasses import dataclass, field
 
 from tests.connector.fakes import (
     FakeBlocks,
-    FakeCachedRequests,
-    FakeNewRequest,
     FakeRegionSpec,
     FakeRequest,
     FakeSpec,
-    FakeStep,
     TableManager,
     keys_of,
     make_config,
+    make_first_step,
     report_jobs,
 )
 
@@ -23,6 +21,7 @@ from kvtier.connector.request_records import MAX_RECORDS, make_record
 from kvtier.connector.request_state import EndedRequest
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.engines.common.step import CachedRequests, StepOutput
 from kvtier.misses import Miss, MissCause, MissedRun, MissExplainer, RequestRecord
 from kvtier.testing.clock import ManualClock
 
@@ -81,14 +80,13 @@ class Bench:
 
     def end_load(self, *, is_good: bool = True) -> None:
         """Let the workers report the loads that have begun."""
-        metadata = self.half.build_connector_meta(FakeStep())
+        metadata = self.half.build_connector_meta(StepOutput())
         failed = () if is_good else list(metadata.load_jobs)
         self.half.update_connector_output(report_jobs(metadata, failed=failed))
 
     def compute(self, request: FakeRequest) -> None:
         """Compute the prompt in one step, and see its stores through."""
-        step = FakeStep([FakeNewRequest(request.request_id, TABLE)])
-        step.num_scheduled_tokens[request.request_id] = request.num_tokens
+        step = make_first_step(request.request_id, TABLE, request.num_tokens)
         self.half.update_connector_output(report_jobs(self.half.build_connector_meta(step)))
 
 
@@ -227,7 +225,7 @@ def test_a_request_has_one_record_of_its_prompt_however_often_it_begins() -> Non
     bench.begin(request)
     bench.compute(request)
     request.tokens += range(100, 110)
-    step = FakeStep(preempted_req_ids={"a"}, scheduled_cached_reqs=FakeCachedRequests())
+    step = StepOutput(preempted_req_ids={"a"}, scheduled_cached_reqs=CachedRequests())
     bench.half.build_connector_meta(step)
     bench.begin(request)
     bench.end_load()
@@ -264,7 +262,7 @@ def test_before_the_workers_are_connected_host_memory_is_down() -> None:
         found, _ = half.get_num_new_matched_tokens(request, 0)
         if found is not None:
             break
-        half.build_connector_meta(FakeStep())
+        half.build_connector_meta(StepOutput())
     half.update_state_after_alloc(request, FakeBlocks(TABLE), 0)
 
     (record,) = half.records.latest
@@ -418,7 +416,7 @@ def test_a_prefix_whose_store_never_ends_is_computed_after_the_deadline() -> Non
     request = FakeRequest("a", PROMPT)
     for _ in range(5):
         assert bench.half.get_num_new_matched_tokens(request, 0) == (None, False)
-        bench.half.build_connector_meta(FakeStep())
+        bench.half.build_connector_meta(StepOutput())
         clock.advance(1.0)
 
     assert bench.begin(request) == 8

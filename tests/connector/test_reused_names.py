@@ -7,13 +7,11 @@ from tests.connector.fakes import (
     HASH_TOKENS,
     FakeBlocks,
     FakeHandler,
-    FakeNewRequest,
-    FakeOutput,
     FakeRequest,
     FakeSpec,
-    FakeStep,
     keys_of,
     make_config,
+    make_first_step,
 )
 
 from kvtier.base import CanonicalKVCaches, GPULoadStoreSpec, HandlerEntry, ReqContext, TransferType
@@ -21,6 +19,8 @@ from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.engines.common.step import StepOutput, WorkerOutput
+from kvtier.engines.common.worker_step import begin_step, end_step
 
 FIRST, SECOND = list(range(9)), list(range(100, 113))
 
@@ -61,19 +61,17 @@ class Engine:
 
     def step(self) -> None:
         """Do a step without tokens."""
-        metadata = self.scheduler.build_connector_meta(FakeStep())
+        metadata = self.scheduler.build_connector_meta(StepOutput())
         for worker in self.workers:
-            worker.start_kv_transfers(metadata)
-            worker.prepare_store_kv(metadata)
-            _, received = worker.get_finished(set())
-            self.failed |= worker.take_failed_loads()
-            for name in received:
+            begin_step(worker, metadata)
+            loads, report = end_step(worker, metadata)
+            self.failed |= {name: blocks for name, blocks in loads.items() if blocks is not None}
+            for name in loads:
                 self._reports[name] += 1
                 if self._reports[name] == len(self.workers):
                     del self._reports[name]
                     self.num_loaded[name] += 1
-            report = worker.build_connector_worker_meta()
-            self.scheduler.update_connector_output(FakeOutput(report))
+            self.scheduler.update_connector_output(WorkerOutput(report))
 
     def end(self, worker: int, *, success: bool = True) -> None:
         """Let a worker's copies end, and do the step that reports them."""
@@ -164,8 +162,7 @@ def test_a_store_under_the_name_delays_no_request() -> None:
     engine = Engine(1)
     first = FakeRequest("a", list(range(200, 209)))
     assert engine.ask(first) == (0, False)
-    step = FakeStep([FakeNewRequest("a", ([0, 1, 2],))])
-    step.num_scheduled_tokens["a"] = first.num_tokens
+    step = make_first_step("a", ([0, 1, 2],), first.num_tokens)
     engine.scheduler.build_connector_meta(step)
     engine.scheduler.request_finished(first)
     assert engine.scheduler.has_open_stores()

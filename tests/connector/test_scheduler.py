@@ -2,15 +2,15 @@
 
 from tests.connector.fakes import (
     FakeBlocks,
-    FakeNewRequest,
     FakeRequest,
     FakeSpec,
-    FakeStep,
     TableManager,
     block_ids_of,
     hash_tokens,
     keys_of,
     make_config,
+    make_first_step,
+    make_later_step,
     report_jobs,
 )
 from tests.cpu.policies.learner import NOTING_LEARNER, NotingLearner
@@ -28,6 +28,7 @@ from kvtier.connector.common import (
 from kvtier.connector.prefix_search import maximal_prefix_lookup, sliding_window_lookup
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.engines.common.step import StepOutput
 
 PROMPT = list(range(17))
 
@@ -43,8 +44,7 @@ class Bench:
     def compute(self, request: FakeRequest, *block_ids: int) -> OffloadingConnectorMetadata:
         """Compute all of a request's tokens in one step."""
         self.half.get_num_new_matched_tokens(request, 0)
-        step = FakeStep([FakeNewRequest(request.request_id, (list(block_ids),))])
-        step.num_scheduled_tokens[request.request_id] = request.num_tokens
+        step = make_first_step(request.request_id, (list(block_ids),), request.num_tokens)
         return self.half.build_connector_meta(step)
 
     def store(self, request: FakeRequest) -> None:
@@ -60,7 +60,7 @@ class Bench:
         num_tokens, _ = self.half.get_num_new_matched_tokens(request, 0)
         assert num_tokens
         self.half.update_state_after_alloc(request, FakeBlocks((list(block_ids),)), num_tokens)
-        return self.half.build_connector_meta(FakeStep())
+        return self.half.build_connector_meta(StepOutput())
 
 
 def test_a_stored_prefix_is_found_beside_the_engines_steps() -> None:
@@ -123,7 +123,7 @@ def test_a_load_names_slots_and_the_device_blocks_after_those_that_are_held() ->
 
     bench.half.update_state_after_alloc(request, FakeBlocks(([20, 21, 22, 23],)), 8)
 
-    [job] = bench.half.build_connector_meta(FakeStep()).load_jobs.values()
+    [job] = bench.half.build_connector_meta(StepOutput()).load_jobs.values()
     assert block_ids_of(job.transfer_spec.source) == [2, 3]
     assert block_ids_of(job.transfer_spec.destination) == [22, 23]
     assert isinstance(job.transfer_spec.destination, GPULoadStoreSpec)
@@ -142,9 +142,8 @@ def test_chunks_of_a_prefill_are_stored_as_they_are_computed() -> None:
     bench = Bench()
     request = FakeRequest("a", PROMPT)
     bench.half.get_num_new_matched_tokens(request, 0)
-    first = FakeStep([FakeNewRequest("a", ([0, 1],))], num_scheduled_tokens={"a": 7})
-    second = FakeStep(num_scheduled_tokens={"a": 10})
-    second.scheduled_cached_reqs.add("a", 7, ([2, 3, 4],))
+    first = make_first_step("a", ([0, 1],), 7)
+    second = make_later_step("a", 7, 10, ([2, 3, 4],))
 
     stored = [bench.half.build_connector_meta(step).store_jobs for step in (first, second)]
 
@@ -156,9 +155,8 @@ def test_the_head_of_a_prefix_stored_in_chunks_outlives_its_tail() -> None:
     bench = Bench(num_blocks=4)
     request = FakeRequest("a", PROMPT)
     bench.half.get_num_new_matched_tokens(request, 0)
-    first = FakeStep([FakeNewRequest("a", ([0, 1],))], num_scheduled_tokens={"a": 8})
-    second = FakeStep(num_scheduled_tokens={"a": 9})
-    second.scheduled_cached_reqs.add("a", 8, ([2, 3, 4],))
+    first = make_first_step("a", ([0, 1],), 8)
+    second = make_later_step("a", 8, 9, ([2, 3, 4],))
     for step in (first, second):
         bench.half.update_connector_output(report_jobs(bench.half.build_connector_meta(step)))
 
@@ -246,7 +244,7 @@ def test_a_key_that_is_gone_at_prepare_load_is_a_failed_load() -> None:
     bench.manager.prepare_store(keys_of(list(range(60, 64))), bench.half._requests["b"].context)
 
     bench.half.update_state_after_alloc(request, FakeBlocks(([20, 21, 22, 23],)), 16)
-    metadata = bench.half.build_connector_meta(FakeStep())
+    metadata = bench.half.build_connector_meta(StepOutput())
 
     [(job_id, job)] = metadata.load_jobs.items()
     assert isinstance(job.transfer_spec.source, LostLoadStoreSpec)
@@ -311,7 +309,7 @@ def test_sharing_a_block_of_an_unfinished_store_needs_no_fence() -> None:
     bench = Bench()
     bench.compute(FakeRequest("a", PROMPT), 0, 1, 2, 3, 4)
     bench.half.get_num_new_matched_tokens(FakeRequest("b", PROMPT), 16)
-    step = FakeStep([FakeNewRequest("b", ([0, 1, 2, 3, 9],), 16)], num_scheduled_tokens={"b": 1})
+    step = make_first_step("b", ([0, 1, 2, 3, 9],), 1, 16)
 
     assert bench.half.build_connector_meta(step).jobs_to_flush is None
 
@@ -320,7 +318,7 @@ def test_pre_emption_makes_the_requests_stores_finish_first() -> None:
     bench = Bench()
     stored = bench.compute(FakeRequest("a", PROMPT), 0, 1, 2, 3, 4)
 
-    metadata = bench.half.build_connector_meta(FakeStep(preempted_req_ids={"a"}))
+    metadata = bench.half.build_connector_meta(StepOutput(preempted_req_ids={"a"}))
 
     assert metadata.jobs_to_flush == set(stored.store_jobs)
 
@@ -337,7 +335,7 @@ def test_a_store_is_open_from_the_step_that_computed_it_until_every_worker_has_r
     assert not bench.half.has_open_stores()
 
     stored = bench.compute(FakeRequest("a", PROMPT), 0, 1, 2, 3, 4)
-    bench.half.build_connector_meta(FakeStep())
+    bench.half.build_connector_meta(StepOutput())
     bench.half.update_connector_output(report_jobs(stored))
     assert bench.half.has_open_stores()
     bench.half.update_connector_output(report_jobs(stored))
@@ -348,7 +346,7 @@ def test_a_step_is_idle_when_it_computes_no_token() -> None:
     bench = Bench()
 
     assert not bench.compute(FakeRequest("a", PROMPT), 0, 1, 2, 3, 4).is_idle
-    assert bench.half.build_connector_meta(FakeStep()).is_idle
+    assert bench.half.build_connector_meta(StepOutput()).is_idle
 
 
 def test_events_name_content_hashes_and_leave_sizes_to_the_device_cache() -> None:
@@ -381,7 +379,7 @@ def test_a_reset_fails_loads_under_way_and_frees_their_slots_when_reported() -> 
 
     bench.half.reset()
 
-    metadata = bench.half.build_connector_meta(FakeStep())
+    metadata = bench.half.build_connector_meta(StepOutput())
     assert metadata.jobs_to_fail == set(loading.load_jobs)
     bench.half.update_connector_output(report_jobs(loading))
     assert bench.half.get_num_new_matched_tokens(request, 0) == (0, False)
@@ -398,7 +396,7 @@ def test_a_load_that_was_not_sent_before_a_reset_is_sent_as_lost() -> None:
 
     bench.half.reset()
 
-    [job] = bench.half.build_connector_meta(FakeStep()).load_jobs.values()
+    [job] = bench.half.build_connector_meta(StepOutput()).load_jobs.values()
     assert isinstance(job.transfer_spec.source, LostLoadStoreSpec)
 
 
@@ -421,12 +419,11 @@ def test_blocks_computed_before_a_reset_are_not_stored_after_it() -> None:
     bench = Bench()
     request = FakeRequest("a", PROMPT)
     bench.half.get_num_new_matched_tokens(request, 0)
-    first = FakeStep([FakeNewRequest("a", ([0, 1, 2, 3, 4],))], num_scheduled_tokens={"a": 3})
+    first = make_first_step("a", ([0, 1, 2, 3, 4],), 3)
     bench.half.build_connector_meta(first)
     bench.half.reset()
 
-    second = FakeStep(num_scheduled_tokens={"a": 14})
-    second.scheduled_cached_reqs.add("a", 3)
+    second = make_later_step("a", 3, 14)
 
     assert bench.half.build_connector_meta(second).store_jobs == {}
 
@@ -480,9 +477,7 @@ def test_what_the_policy_refuses_is_neither_stored_nor_offered_again() -> None:
     request = FakeRequest("a", list(PROMPT))
 
     bench.compute(request, *range(5))
-    step = FakeStep()
-    step.num_scheduled_tokens["a"] = 0
-    bench.half.build_connector_meta(step)
+    bench.half.build_connector_meta(StepOutput(num_scheduled_tokens={"a": 0}))
 
     assert len(learner.offered) == 1
     assert bench.manager.stats()["primary.in_flight_blocks"] == 2

@@ -10,12 +10,11 @@ from types import FrameType
 import pytest
 from tests.connector.fakes import (
     FakeBlocks,
-    FakeNewRequest,
     FakeRequest,
     FakeSpec,
-    FakeStep,
     TableManager,
     make_config,
+    make_first_step,
     report_jobs,
 )
 from tests.tiering.drivers import make_driver
@@ -24,6 +23,7 @@ import kvtier.connector
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.connector.load_or_compute import LoadOrCompute
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
+from kvtier.engines.common.step import StepOutput
 
 CONNECTOR = Path(kvtier.connector.__file__).parent
 PROMPT = list(range(17))
@@ -68,12 +68,12 @@ def store_and_load(half: OffloadingConnectorScheduler) -> None:
     """Compute and store a prompt, then load it for another request."""
     first, second = FakeRequest("a", PROMPT), FakeRequest("b", PROMPT)
     half.get_num_new_matched_tokens(first, 0)
-    step = FakeStep([FakeNewRequest("a", (TABLE,))], num_scheduled_tokens={"a": 17})
+    step = make_first_step("a", (TABLE,), 17)
     half.update_connector_output(report_jobs(half.build_connector_meta(step)))
     half.request_finished(first)
     num_tokens, _ = half.get_num_new_matched_tokens(second, 0)
     half.update_state_after_alloc(second, FakeBlocks((TABLE,)), num_tokens or 0)
-    half.update_connector_output(report_jobs(half.build_connector_meta(FakeStep())))
+    half.update_connector_output(report_jobs(half.build_connector_meta(StepOutput())))
     half.request_finished(second)
     assert half.stats()["connector.loaded_tokens.CPU"] == 16
 

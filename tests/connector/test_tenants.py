@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from tests.connector.fakes import (
     HASH_TOKENS,
     FakeBlocks,
-    FakeNewRequest,
     FakeRequest,
     FakeSpec,
-    FakeStep,
     keys_of,
     make_config,
+    make_first_step,
     report_jobs,
 )
 
@@ -23,6 +22,7 @@ from kvtier.base import OffloadKey, get_offload_block_hash, get_offload_tenant
 from kvtier.config import GroupKind, KVGroup
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.engines.common.step import StepOutput
 from kvtier.misses import UNKNOWN_TENANT_REASON, MissCause
 from kvtier.observe.remedies import remedy_of
 from kvtier.tenants import tenant_number
@@ -63,11 +63,10 @@ class Site:
         assert found is not None
         blocks = tuple(list(range(request.num_tokens)) for _ in range(self.num_groups))
         self.half.update_state_after_alloc(request, FakeBlocks(blocks), found)
-        step = FakeStep([FakeNewRequest(request.request_id, blocks)])
-        step.num_scheduled_tokens[request.request_id] = request.num_tokens
+        step = make_first_step(request.request_id, blocks, request.num_tokens)
         self.half.update_connector_output(report_jobs(self.half.build_connector_meta(step)))
         self.half.request_finished(request)
-        self.half.update_connector_output(report_jobs(self.half.build_connector_meta(FakeStep())))
+        self.half.update_connector_output(report_jobs(self.half.build_connector_meta(StepOutput())))
         return found
 
     @property

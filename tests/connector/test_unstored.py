@@ -3,18 +3,18 @@
 from dataclasses import replace
 
 from tests.connector.fakes import (
-    FakeNewRequest,
     FakeRequest,
     FakeSpec,
-    FakeStep,
     keys_of,
     make_config,
+    make_later_step,
     report_jobs,
 )
 from tests.tiering.drivers import ALWAYS, ROOMY, make_faulty_driver
 
 from kvtier.base import ReqContext
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
+from kvtier.engines.common.step import NewRequest, StepOutput
 from kvtier.misses import MissCause
 from kvtier.testing.tiering_driver import ROW_BYTES
 from kvtier.tiering.base import CascadeMode
@@ -39,18 +39,17 @@ class Bench:
     def begin(self, request: FakeRequest) -> None:
         """Compute the whole prompt and the first token of the answer in one step."""
         self.half.get_num_new_matched_tokens(request, 0)
-        new = FakeNewRequest(request.request_id, (TABLE,))
-        self.step(FakeStep([new], num_scheduled_tokens={request.request_id: len(PROMPT)}))
+        new = NewRequest(request.request_id, (TABLE,))
+        self.step(StepOutput([new], num_scheduled_tokens={request.request_id: len(PROMPT)}))
         request.tokens.append(0)
 
     def decode(self, request: FakeRequest) -> None:
         """Compute one token more."""
-        step = FakeStep(num_scheduled_tokens={request.request_id: 1})
-        step.scheduled_cached_reqs.add(request.request_id, request.num_tokens - 1)
+        step = make_later_step(request.request_id, request.num_tokens - 1, 1)
         request.tokens.append(0)
         self.step(step)
 
-    def step(self, step: FakeStep) -> None:
+    def step(self, step: StepOutput) -> None:
         self.half.update_connector_output(report_jobs(self.half.build_connector_meta(step)))
         self.manager.check()
 
@@ -80,14 +79,14 @@ def test_blocks_of_an_ended_request_are_not_offered_again_and_counted() -> None:
     bench.half.request_finished(request)
     bench.tier.faults.delay_ratio = 0.0
     for _ in range(4):
-        bench.step(FakeStep())
+        bench.step(StepOutput())
     drained = bench.manager.drain(10.0)
     assert (bench.num_in_tier, drained.num_lost_blocks) == (NUM_SLOTS, NUM_BLOCKS - NUM_SLOTS)
     assert not bench.half.has_unstored("a")
 
     again = FakeRequest("b", list(PROMPT))
     while (found := bench.half.get_num_new_matched_tokens(again, 0)[0]) is None:
-        bench.step(FakeStep())
+        bench.step(StepOutput())
     assert found == 4 * NUM_SLOTS
     bench.half.records.on_begun(bench.half._requests["b"], 0)
     (*_, first) = (
@@ -121,6 +120,6 @@ def test_a_reset_leaves_nothing_to_be_counted() -> None:
     bench.half.request_finished(request)
     bench.tier.faults.delay_ratio = 0.0
     for _ in range(3):
-        bench.step(FakeStep())
+        bench.step(StepOutput())
     assert bench.manager.drain(10.0)
     assert all(bench.manager.lookup(key, ReqContext("b")) is False for key in keys_of(PROMPT))

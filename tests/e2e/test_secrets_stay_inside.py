@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("redis", reason="the valkey tier needs redis-py: pip install 'kvtier[valkey]'")
 pytest.importorskip("obstore", reason="the obj tier needs obstore: pip install 'kvtier[obj]'")
 
-from tests.connector.fakes import FakeBlocks, FakeRequest, FakeStep, hash_tokens
+from tests.connector.fakes import FakeBlocks, FakeRequest, hash_tokens
 from tests.observe.controlled import GUARD_S, Background
 from tests.tiering.test_spec import make_config
 from tests.tiering.valkey.scripted import ScriptedServer
@@ -27,6 +27,7 @@ from kvtier.base import JobId, OffloadKey, ReqContext
 from kvtier.cli.main import main
 from kvtier.config import OffloadingConfig
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
+from kvtier.engines.common.step import StepOutput
 from kvtier.errors import KVTierError
 from kvtier.observe import serve_metrics
 from kvtier.observe.control import EngineControl
@@ -154,7 +155,7 @@ def beside(half: OffloadingConnectorScheduler, call: Callable[[], object]) -> ob
     """Make a client's call while the engine makes steps."""
     client = Background(call)
     while client.is_running:
-        half.build_connector_meta(FakeStep())
+        half.build_connector_meta(StepOutput())
     return client.join()
 
 
@@ -233,7 +234,7 @@ def test_through_the_control_socket_its_commands_and_the_metrics_page(
             half.get_num_new_matched_tokens(request, 0)
             half.update_state_after_alloc(request, FakeBlocks(([0, 1, 2],)), 0)
             half.request_finished(request)
-            half.build_connector_meta(FakeStep())
+            half.build_connector_meta(StepOutput())
         with serve_metrics(half, 0) as server, urllib.request.urlopen(server.url) as page:  # noqa: S310 - our own
             said = [page.read().decode()]
         for message in CONTROL_MESSAGES:

@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.connector.fakes import (
-    FakeNewRequest,
     FakeRequest,
     FakeSpec,
-    FakeStep,
     hash_tokens,
     make_config,
+    make_first_step,
     report_jobs,
 )
 
@@ -23,6 +22,7 @@ from kvtier.base import OffloadingManager
 from kvtier.connector.common import OffloadingConnectorMetadata
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.engines.common.step import StepOutput
 from kvtier.errors import ControlError
 from kvtier.misses import RequestRecord
 from kvtier.observe.control import EngineControl
@@ -83,8 +83,8 @@ class Engine:
     def path(self) -> Path:
         return self.server.path
 
-    def step(self, step: FakeStep | None = None) -> OffloadingConnectorMetadata:
-        return self.half.build_connector_meta(step or FakeStep())
+    def step(self, step: StepOutput | None = None) -> OffloadingConnectorMetadata:
+        return self.half.build_connector_meta(step or StepOutput())
 
     def store(self, req_id: str, tokens: list[int]) -> None:
         """Serve a request: its full blocks are in host memory afterwards."""
@@ -93,8 +93,7 @@ class Engine:
         num_blocks = -(-len(tokens) // 4)
         blocks = list(range(self._next_block, self._next_block + num_blocks))
         self._next_block += num_blocks
-        step = FakeStep([FakeNewRequest(req_id, (blocks,))])
-        step.num_scheduled_tokens[req_id] = len(tokens)
+        step = make_first_step(req_id, (blocks,), len(tokens))
         metadata = self.step(step)
         self.half.update_connector_output(report_jobs(metadata))
         self.half.request_finished(request)

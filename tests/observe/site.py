@@ -5,18 +5,11 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from tests.connector.fakes import (
-    HASH_TOKENS,
-    FakeBlocks,
-    FakeNewRequest,
-    FakeRequest,
-    FakeSpec,
-    FakeStep,
-    report_jobs,
-)
+from tests.connector.fakes import HASH_TOKENS, FakeBlocks, FakeRequest, FakeSpec, make_first_step, report_jobs
 
 from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
+from kvtier.engines.common.step import StepOutput
 from kvtier.misses import Miss, MissCause, NotStored, RequestRecord, not_stored
 from kvtier.observe.why import WhyReport, explain_records
 from kvtier.testing.clock import ManualClock
@@ -122,22 +115,21 @@ class Site:
             found, _ = self.half.get_num_new_matched_tokens(request, num_device_tokens, key_salt)
             if found is not None:
                 break
-            self.half.build_connector_meta(FakeStep())
+            self.half.build_connector_meta(StepOutput())
         assert found is not None, "a tier never answered"
         table = list(range((len(tokens) + num_answer_tokens) // HASH_TOKENS + 1))
         tables = (table,) * len(self.config.groups)
         self.half.update_state_after_alloc(request, FakeBlocks(tables), found)
-        self.half.update_connector_output(report_jobs(self.half.build_connector_meta(FakeStep())))
+        self.half.update_connector_output(report_jobs(self.half.build_connector_meta(StepOutput())))
         num_computed = num_device_tokens + found
-        step = FakeStep([FakeNewRequest(request.request_id, tables, num_computed)])
-        step.num_scheduled_tokens[request.request_id] = request.num_tokens - num_computed
+        step = make_first_step(request.request_id, tables, request.num_tokens - num_computed, num_computed)
         self.half.update_connector_output(report_jobs(self.half.build_connector_meta(step)))
         request.tokens = [*request.tokens, *range(900, 900 + num_answer_tokens)]
         self.half.request_finished(request)
         if settles:
             self.settle()
         else:
-            self.half.build_connector_meta(FakeStep())
+            self.half.build_connector_meta(StepOutput())
 
     def serve_excluded(self, tokens: Sequence[int], reason: str) -> None:
         """Serve a request that its engine does not let kvtier look up, as vLLM's adapter does."""
@@ -150,7 +142,7 @@ class Site:
     def settle(self) -> None:
         """Let every tier end what it has accepted."""
         self.manager.drain(30.0)
-        self.half.build_connector_meta(FakeStep())
+        self.half.build_connector_meta(StepOutput())
 
     def close(self) -> None:
         """End the tiers."""

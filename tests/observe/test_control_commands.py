@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 from tests.connector.fakes import (
     FakeBlocks,
-    FakeNewRequest,
     FakeRequest,
-    FakeStep,
     TableManager,
     hash_tokens,
     keys_of,
     make_config,
+    make_first_step,
 )
 from tests.observe.conftest import MakeControlled
 from tests.observe.controlled import GUARD_S, Background, Engine
@@ -22,6 +21,7 @@ from tests.observe.controlled import GUARD_S, Background, Engine
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.connector.groups import GroupLayout
 from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.engines.common.step import StepOutput
 from kvtier.errors import ControlError
 from kvtier.observe.control import MAX_COMMANDS
 from kvtier.observe.control_commands import (
@@ -360,8 +360,7 @@ def test_a_command_that_has_begun_is_undone_when_it_cannot_be_answered(
 
 @pytest.mark.parametrize("ending", ["its client hangs up", "its time is over"])
 def test_a_command_that_no_client_waits_for_goes_no_further(engine: Engine, ending: str) -> None:
-    step = FakeStep([FakeNewRequest("never reported", (list(range(20, 25)),))])
-    step.num_scheduled_tokens["never reported"] = len(OTHER)
+    step = make_first_step("never reported", (list(range(20, 25)),), len(OTHER))
     engine.half.get_num_new_matched_tokens(FakeRequest("never reported", OTHER), 0)
     engine.step(step)
     ask = engine.control.begin(
@@ -441,7 +440,7 @@ def test_a_failing_command_ends_neither_the_engine_nor_the_socket(
         carry_out(engine, "purge", all=True)
 
     assert "a command of the control socket failed" in caplog.text
-    assert engine.step(FakeStep()) is not None
+    assert engine.step(StepOutput()) is not None
     assert engine.ask("hello")["ok"]
 
 

@@ -5,19 +5,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from tests.connector.fakes import (
-    HASH_TOKENS,
-    FakeBlocks,
-    FakeNewRequest,
-    FakeRequest,
-    FakeSpec,
-    FakeStep,
-    make_config,
-)
+from tests.connector.fakes import HASH_TOKENS, FakeBlocks, FakeRequest, FakeSpec, make_config, make_first_step
 
 from kvtier.connector.common import ConnectorRole, StopReason
 from kvtier.connector.offloading_connector import OffloadingConnector
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
+from kvtier.engines.common.step import StepOutput
 from kvtier.errors import ConfigError, UnknownNameError
 from kvtier.misses import MissCause
 from kvtier.recording.recorder import TraceRecorder, open_recorder
@@ -200,10 +193,10 @@ def test_a_pre_empted_request_is_recorded_once_with_its_own_prompt(path: Path, c
     half = make_half(make_recorder(path, clock))
     request = FakeRequest("a", TEXT)
     half.get_num_new_matched_tokens(request, 0)
-    step = FakeStep([FakeNewRequest("a", ([*range(10)],))], num_scheduled_tokens={"a": len(TEXT)})
+    step = make_first_step("a", ([*range(10)],), len(TEXT))
     half.build_connector_meta(step)
     request.tokens = [*TEXT, *range(9)]
-    half.build_connector_meta(FakeStep(preempted_req_ids={"a"}))
+    half.build_connector_meta(StepOutput(preempted_req_ids={"a"}))
     clock.advance(5.0)
     half.get_num_new_matched_tokens(request, 0)
     half.request_finished(request)

@@ -4,8 +4,10 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.connector.fakes import FakeBlocks, FakeRequest, FakeStep
+from tests.connector.fakes import FakeBlocks, FakeRequest
 from tests.observe.controlled import Engine
+
+from kvtier.engines.common.step import StepOutput
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -15,7 +17,7 @@ def serve(engine: Engine, req_id: str, tokens: list[int]) -> None:
     request = FakeRequest(req_id, tokens)
     engine.half.get_num_new_matched_tokens(request, 0)
     engine.half.update_state_after_alloc(request, FakeBlocks(([],)), 0)
-    engine.step(FakeStep())
+    engine.step(StepOutput())
     engine.half.request_finished(request)
 
 

@@ -21,7 +21,7 @@ class NewRequest:
 
     req_id: str
     block_ids: tuple[list[int], ...]
-    num_computed_tokens: int
+    num_computed_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

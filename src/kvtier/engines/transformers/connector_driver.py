@@ -1,8 +1,7 @@
 """Drives both halves of kvtier's connector, step by step, in one process.
 
 The order within a step is the contract of ``kvtier.connector.protocols``. An engine without a scheduling loop also
-needs steps without tokens, in which it waits for lookups and loads, and a rule for a step whose computation fails: its
-stores are not done, because their bytes do not exist.
+needs steps without tokens, in which it waits for lookups and loads.
 """
 
 import time
@@ -11,11 +10,12 @@ from functools import partial
 
 from kvtier.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, TransferJobId
 from kvtier.config import ModelIdentity
-from kvtier.connector.common import OffloadingConnectorMetadata, OffloadingWorkerMetadata
+from kvtier.connector.common import OffloadingConnectorMetadata
 from kvtier.connector.protocols import ModelSwitchingManager
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.engines.common.step import StepOutput, WorkerOutput
+from kvtier.engines.common.worker_step import begin_step, end_step
 from kvtier.engines.transformers.interrupt import DeferredInterrupt
 from kvtier.engines.transformers.request import Request
 from kvtier.histogram import HistogramSnapshot
@@ -117,15 +117,14 @@ class ConnectorDriver:
         is_computed = compute is None
         with DeferredInterrupt() as deferred:
             metadata = self._scheduler.build_connector_meta(plan)
-            self._worker.handle_preemptions(metadata)
-            self._worker.start_kv_transfers(metadata)
+            begin_step(self._worker, metadata)
             try:
                 if compute is not None:
                     with deferred.lifted():
                         compute()
                     is_computed = True
             finally:
-                self._end_step(plan, metadata, is_computed=is_computed)
+                self._end_step(metadata, is_computed=is_computed)
 
     def report_prefill(self, num_tokens: int, time_s: float) -> None:
         """Report how long the computation of ``num_tokens`` prompt tokens took."""
@@ -210,20 +209,13 @@ class ConnectorDriver:
         for spec in self._specs:
             spec.shutdown()
 
-    def _end_step(
-        self, plan: StepOutput, metadata: OffloadingConnectorMetadata, *, is_computed: bool
-    ) -> None:
+    def _end_step(self, metadata: OffloadingConnectorMetadata, *, is_computed: bool) -> None:
         self._open_jobs.update(metadata.load_jobs, metadata.store_jobs)
-        if is_computed:
-            self._worker.prepare_store_kv(metadata)
-        _, finished_recving = self._worker.get_finished(set(plan.finished_req_ids))
-        for req_id, block_ids in self._worker.take_failed_loads().items():
-            self._failed_block_ids.setdefault(req_id, set()).update(block_ids)
-        self._loading.difference_update(finished_recving)
-        report = self._worker.build_connector_worker_meta() or OffloadingWorkerMetadata()
-        if not is_computed:
-            for job_id in metadata.store_jobs:
-                report.mark_completed(job_id, success=False)
+        loads, report = end_step(self._worker, metadata, is_computed=is_computed)
+        for req_id, block_ids in loads.items():
+            if block_ids is not None:
+                self._failed_block_ids.setdefault(req_id, set()).update(block_ids)
+        self._loading.difference_update(loads)
         self._open_jobs.difference_update(report.completed_jobs)
         self._scheduler.update_connector_output(WorkerOutput(report))
 
