@@ -36,6 +36,7 @@ class WatchedTier(WrappedTier, MissExplainer):
     Attributes:
         open_jobs: jobs that have not been reported.
         place: where its blocks are.
+        broken_laws: what was seen and must not be; the manager would take an exception for a fault of the tier.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class WatchedTier(WrappedTier, MissExplainer):
         self.locality = inner.locality  # type: ignore[misc]  # what a class says of itself
         self.open_jobs: dict[JobId, JobMetadata] = {}
         self.place = place
+        self.broken_laws: list[str] = []
         self._keyless = keyless
         self._begun_s: dict[JobId, float] = {}
         self._may_lie = "repeat_ratio" in place.fault_names
@@ -54,7 +56,7 @@ class WatchedTier(WrappedTier, MissExplainer):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         answer = super().lookup(key, req_context)
         if answer and get_offload_tenant(key) in self._keyless:
-            raise BrokenLawError("a block is found of a tenant that has no key")
+            self.broken_laws.append("a block is found of a tenant that has no key")
         return answer
 
     def submit_store(self, job: JobMetadata) -> None:
@@ -72,9 +74,9 @@ class WatchedTier(WrappedTier, MissExplainer):
             job = self.open_jobs.pop(result.job_id, None)
             if job is None:
                 if not self._may_lie:
-                    raise BrokenLawError(f"job {result.job_id} was reported twice, or never submitted")
+                    self.broken_laws.append(f"job {result.job_id} was reported twice, or never submitted")
             elif not set(result.successful_keys or ()) <= set(job.keys):
-                raise BrokenLawError(f"job {result.job_id} was reported with keys of others")
+                self.broken_laws.append(f"job {result.job_id} was reported with keys of others")
             elif job.is_promotion:
                 self._check_ages(job, result)
             else:
@@ -107,11 +109,11 @@ class WatchedTier(WrappedTier, MissExplainer):
         for key in job.keys if result.success else result.successful_keys or ():
             stored_s = self.place.stored_s.get(key)
             if stored_s is not None and begun_s - stored_s >= ttl_s + ROUNDING_S:
-                raise BrokenLawError(f"{self.get_tier_type()} has served a block beyond its time to live")
+                self.broken_laws.append(f"{self.get_tier_type()} has served a block beyond its time to live")
 
     def _open(self, job: JobMetadata) -> None:
         if job.job_id in self.open_jobs:
-            raise BrokenLawError(f"job {job.job_id} was submitted twice")
+            self.broken_laws.append(f"job {job.job_id} was submitted twice")
         self.open_jobs[job.job_id] = job
 
 

@@ -188,7 +188,6 @@ class Settling:
             if ttl_s is None or not tier.place.is_honest:
                 continue
             keys = self._list_found(tier)
-            world.run_out()  # an answer that no step has taken counts from the step that takes it
             world.clock.advance(ttl_s + RECOVERY_S)
             world.run_out()
             for key in keys:

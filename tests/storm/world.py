@@ -278,6 +278,7 @@ class World:
         """Check what holds at any time, and return the manager's statistics."""
         self.manager.check()
         laws = [*self.engine.broken_laws(), *self.errors.found, *self._weather.plain.broken_laws]
+        laws += [law for tier in self.tiers for law in tier.broken_laws]
         if laws:
             raise BrokenLawError(laws[0])
         stats = self.manager.stats()
@@ -458,6 +459,8 @@ class World:
     def _build(self, place: StormPlace, config: OffloadingConfig, view: memoryview) -> None:
         """Build a tier; one that cannot start is left out, as the spec does."""
         held, place.ratios = place.ratios, {}
+        if place.ttl_s is None:  # until now each use has made a block younger
+            place.stored_s = dict.fromkeys(place.stored_s, self.clock())
         settings = self._draw_settings()
         place.is_secret = place.can_encrypt and self._is_encrypted and settings.encryption
         try:
