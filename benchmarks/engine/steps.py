@@ -6,7 +6,7 @@ and build_connector_meta. The bar is for those that wait.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from kvtier.base import (
 from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.engines.common.step import CachedRequests, NewRequest, StepOutput
 from kvtier.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from kvtier.tiering.manager import TieringOffloadingManager
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
@@ -52,45 +53,9 @@ class BenchRequest:
         """Return its tokens, which are all of the prompt."""
         return self.num_tokens
 
-
-@dataclass(slots=True)
-class BenchBlocks:
-    """A block table."""
-
-    ids: list[int]
-
     def get_block_ids(self) -> tuple[list[int], ...]:
-        """Return the block ids."""
-        return (self.ids,)
-
-
-@dataclass(slots=True)
-class BenchNewRequest:
-    """A request scheduled for the first time."""
-
-    req_id: str
-    block_ids: tuple[list[int], ...]
-    num_computed_tokens: int
-
-
-@dataclass(slots=True)
-class BenchCachedRequests:
-    """Requests scheduled before."""
-
-    req_ids: list[str] = field(default_factory=list)
-    resumed_req_ids: set[str] = field(default_factory=set)
-    new_block_ids: list[tuple[list[int], ...] | None] = field(default_factory=list)
-    num_computed_tokens: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class BenchStep:
-    """A scheduler's output."""
-
-    scheduled_new_reqs: list[BenchNewRequest] = field(default_factory=list)
-    scheduled_cached_reqs: BenchCachedRequests = field(default_factory=BenchCachedRequests)
-    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
-    preempted_req_ids: set[str] | None = None
+        """Return its block table: the first device blocks."""
+        return (list(range(PROMPT_BLOCKS + 1)),)
 
 
 class BenchSpec(OffloadingSpec):
@@ -203,13 +168,13 @@ def make_load_step(num_requests: int) -> Callable[[], None]:
     manager.prepare_store(keys, context)
     manager.complete_store(keys, context)
     num_tokens, _ = half.get_num_new_matched_tokens(first, 0)
-    half.update_state_after_alloc(first, BenchBlocks(list(range(PROMPT_BLOCKS))), num_tokens or 0)
+    half.update_state_after_alloc(first, first, num_tokens or 0)
     return make_search_step(half, [make_request(number, is_shared=True) for number in range(num_requests)])
 
 
 def make_search_step(half: OffloadingConnectorScheduler, requests: list[BenchRequest]) -> Callable[[], None]:
     """Return a step in which each request searches and has to wait."""
-    step = BenchStep()
+    step = StepOutput()
 
     def search() -> None:
         for request in requests:
@@ -227,17 +192,14 @@ def make_running_step(num_requests: int) -> Callable[[], None]:
         BenchSpec(make_config(), CPUOffloadingManager(num_requests * PROMPT_BLOCKS))
     )
     requests = [make_request(number, is_shared=True) for number in range(num_requests)]
-    table = list(range(PROMPT_BLOCKS + 1))
-    first, later = BenchStep(), BenchStep()
     for request in requests:
         half.get_num_new_matched_tokens(request, 0)
-        first.scheduled_new_reqs.append(BenchNewRequest(request.request_id, (list(table),), 0))
-        first.num_scheduled_tokens[request.request_id] = request.num_tokens
-        later.num_scheduled_tokens[request.request_id] = 1
-        cached = later.scheduled_cached_reqs
-        cached.req_ids.append(request.request_id)
-        cached.new_block_ids.append(None)
-        cached.num_computed_tokens.append(request.num_tokens)
+    names = [request.request_id for request in requests]
+    new = [NewRequest(request.request_id, request.get_block_ids()) for request in requests]
+    num_tokens = [request.num_tokens for request in requests]
+    first = StepOutput(new, num_scheduled_tokens=dict(zip(names, num_tokens, strict=True)))
+    cached = CachedRequests(names, (), [None] * num_requests, num_tokens)
+    later = StepOutput(scheduled_cached_reqs=cached, num_scheduled_tokens=dict.fromkeys(names, 1))
     half.build_connector_meta(first)
 
     def decode() -> None:

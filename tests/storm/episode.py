@@ -47,7 +47,7 @@ WEIGHTS: tuple[tuple[str, float], ...] = (
     ("set_fault", 7.0),
     ("repair", 4.0),
     ("abort", 3.0),
-    ("preempt", 2.0),
+    ("preempt", 5.0),
     ("pass_time", 2.0),
     ("fail_copy", 1.0),
     ("hurt", 3.0),

@@ -152,7 +152,7 @@ class World:
             rng.choice([4, 8, 16, 64]),
             [rng.random() < 0.5 for _ in range(rng.choice([0, 0, 1, 3]))],
         )
-        if rng.random() < 0.8:
+        if rng.random() < 0.9:
             engine.step(chunk, drafts)
         else:
             parts = (lambda: engine.schedule(chunk, drafts), engine.execute, engine.process_output)
@@ -409,7 +409,7 @@ class World:
         )
         for worker in self.engine.workers:
             worker.stores.pages = self._weather.plain.pages
-        self._forgets_on_device = rng.random() < 0.5
+        self._forgets_on_device = rng.random() < 0.75
         self.router = Router()
 
     def _make_config(self, row_bytes: int) -> OffloadingConfig:
