@@ -27,7 +27,7 @@ from kvtier.config import GroupKind, OffloadingConfig
 from kvtier.connector.common import OffloadingWorkerMetadata
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.cpu.common import CPULoadStoreSpec
-from kvtier.engines.common.worker_step import end_step
+from kvtier.engines.common.step import end_step
 
 
 class CheckedWorker:

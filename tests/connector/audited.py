@@ -27,8 +27,7 @@ from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.cpu.spec import CPUOffloadingSpec
-from kvtier.engines.common.step import StepOutput, WorkerOutput
-from kvtier.engines.common.worker_step import begin_step, end_step
+from kvtier.engines.common.step import StepOutput, WorkerOutput, begin_step, end_step
 from kvtier.testing.clock import ManualClock
 from kvtier.tiering.spec import TieringOffloadingSpec
 

@@ -31,8 +31,7 @@ from kvtier.config import GroupKind, KVGroup, ModelIdentity, OffloadingConfig, S
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.cpu.spec import CPUOffloadingSpec
-from kvtier.engines.common.step import NamedStates, NewRequest, StepOutput, WorkerOutput
-from kvtier.engines.common.worker_step import begin_step, end_step
+from kvtier.engines.common.step import NamedStates, NewRequest, StepOutput, WorkerOutput, begin_step, end_step
 from kvtier.testing.clock import ManualClock
 
 BLOCK_TOKENS = 2 * HASH_TOKENS

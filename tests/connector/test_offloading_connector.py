@@ -13,8 +13,7 @@ from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.connector import ConnectorRole, OffloadingConnector
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.connector.worker import OffloadingConnectorWorker
-from kvtier.engines.common.step import StepOutput, WorkerOutput
-from kvtier.engines.common.worker_step import begin_step, end_step
+from kvtier.engines.common.step import StepOutput, WorkerOutput, begin_step, end_step
 
 NUM_DEVICE_BLOCKS = 12
 PAGE_BYTES = 64

@@ -19,8 +19,7 @@ from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.manager import CPUOffloadingManager
-from kvtier.engines.common.step import StepOutput, WorkerOutput
-from kvtier.engines.common.worker_step import begin_step, end_step
+from kvtier.engines.common.step import StepOutput, WorkerOutput, begin_step, end_step
 
 FIRST, SECOND = list(range(9)), list(range(100, 113))
 

@@ -40,11 +40,8 @@ SETTLE_TICK_S = 0.5
 PATIENCE_STEPS = 300
 """Steps without a fault, half a second each, within which every request must have ended."""
 
-FIRST_OWN_TOKEN = 1_000_000
-"""Tokens of which a request alone has a hundred begin here; those that prompts share are far below."""
-
-FIRST_WEIGHTS = 1_000_000
-"""Numbers of weights after resets begin here; those of a model as it was started are far below."""
+FIRST_OWN_TOKEN = FIRST_WEIGHTS = 1_000_000
+"""Tokens of which a request alone has a hundred, and weights after resets, are numbered from here; others far below."""
 
 Params: TypeAlias = dict[str, Any] | None  # Any: a client's JSON
 """The hints of a request."""

@@ -14,8 +14,7 @@ from kvtier.connector.common import OffloadingConnectorMetadata
 from kvtier.connector.protocols import ModelSwitchingManager
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.connector.worker import OffloadingConnectorWorker
-from kvtier.engines.common.step import StepOutput, WorkerOutput
-from kvtier.engines.common.worker_step import begin_step, end_step
+from kvtier.engines.common.step import StepOutput, WorkerOutput, begin_step, end_step
 from kvtier.engines.transformers.interrupt import DeferredInterrupt
 from kvtier.engines.transformers.request import Request
 from kvtier.histogram import HistogramSnapshot

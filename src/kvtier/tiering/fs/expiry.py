@@ -15,7 +15,7 @@ from kvtier.tiering.kit.lifetime import Lifetime
 MIN_SWEEP_S = 1.0
 MAX_SWEEP_S = 600.0
 """Bounds of the pause between two sweeps, a sixteenth of the time to live within them. Shorter walks the directory all
-the time; longer leaves the bytes of blocks that are over on the disk for longer. Lookups and loads need no sweep."""
+the time; longer leaves the bytes of blocks that are over on the disk for longer. Loads need no sweep."""
 
 SWEEPS_PER_LIFETIME = 16
 
