@@ -142,6 +142,8 @@ $(VLLM_STAMP): $(VLLM_DEPENDENCIES) pyproject.toml setup.py $(COMPILED)
 	$(VLLM_BIN)/python $(PIP_INSTALL) $(if $(VLLM_LOCK),--no-build-isolation) -e '.[fs,testing]' pytest-timeout pytest-xdist
 	@touch $@
 
+# Each process keeps some engines, and hardly ever waits.
+test-vllm: JOBS := 2
 test-vllm: $(VLLM_STAMP)  ## the vLLM adapter, with real engines on the CPU, in an environment of its own
 	$(VLLM_BIN)/python -m pytest -n $(JOBS) --dist loadfile tests/engines/vllm tests/engines/checkpoint tests/e2e/vllm $(ARGS)
 
