@@ -4,15 +4,17 @@ The engine core lives in the same process, so that a test can step it and check 
 """
 
 import importlib
+import json
 import os
 import time
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
 from tests.e2e.vllm.answers import Answer
+from tests.e2e.vllm.faulty_spec import FAULTS, CopyFaults
 
 from kvtier.base import ReqContext, make_offload_key
 
@@ -25,7 +27,7 @@ MAX_IDLE_STEPS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How to start an engine.
+    """How to start an engine; equal options make engines that tests may take for one another.
 
     Attributes:
         model: folder of the checkpoint.
@@ -49,6 +51,14 @@ class EngineOptions:
     keeps_prefix_caching: bool = False
     has_state_kernels: bool = False
 
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    @property
+    def name(self) -> str:
+        """Everything in one line."""
+        return json.dumps(asdict(self), sort_keys=True)
+
 
 BLOCK_TOKENS = 32
 """Tokens of a device block: small, so that short prompts have many."""
@@ -59,6 +69,9 @@ CHUNK_TOKENS = 512
 
 PREEMPTIONS = "vllm:num_preemptions"
 
+LEVELS = ("primary.capacity_blocks", "primary.free_blocks")
+"""Numbers of kvtier that are not 0 in an engine at rest and count nothing."""
+
 WHOLE_PROMPTS = {"enable_chunked_prefill": False, "max_num_batched_tokens": MAX_MODEL_TOKENS}
 """Arguments for sampling with a seed: vLLM 0.32's CPU backend dies when a seeded request's prompt comes in chunks
 ("CPU Generator does not use offset")."""
@@ -68,6 +81,7 @@ def run_engine(options: EngineOptions, connection: Connection) -> None:
     """Start an engine, then carry out ``(method, arguments)`` from ``connection`` until None comes."""
     importlib.import_module(ENGINE_IMPORTS)
     os.environ.update(options.environment)
+    FAULTS.plan(CopyFaults.of_environment())
     try:
         host = EngineHost(options)
     except BaseException as error:  # noqa: BLE001  # thread top: whatever it is, the test must see it
@@ -118,6 +132,22 @@ def keep_prefix_caching() -> None:
     CpuPlatform.check_and_update_config = staticmethod(keep)
 
 
+def fork_workers() -> None:
+    """Let engines of this process fork their workers, as vLLM does where nothing speaks against it.
+
+    On CPUs it starts Python anew for each, whatever a user asks for, and each spends ten seconds to import vLLM.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    stock = CpuPlatform.check_and_update_config
+
+    def fork(vllm_config: Any) -> None:  # Any: vLLM's own
+        stock(vllm_config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    CpuPlatform.check_and_update_config = staticmethod(fork)
+
+
 def describe(error: BaseException) -> str:
     """Return the error with its causes and where it came from."""
     return "".join(traceback.format_exception(error))
@@ -138,6 +168,9 @@ class EngineHost:
             keep_prefix_caching()
         if options.has_state_kernels:
             state_kernels.register()
+        fork_workers()
+        self._has_kvtier = options.settings is not None
+        self._counted: Mapping[str, float] = {}
         transfer_config = None
         if options.settings is not None:
             transfer_config = {
@@ -165,6 +198,27 @@ class EngineHost:
             **arguments,
         )
         self._core = self._llm.llm_engine.engine_core.engine_core
+
+    def start_over(self) -> None:
+        """Forget all blocks and counts, so that the next test finds an engine that is as good as new."""
+        FAULTS.plan(CopyFaults())
+        if self._has_kvtier:
+            self.settle()
+            self.check()
+            assert self.reset()
+        else:
+            assert self.forget_device()
+        assert not self.num_known_requests()
+        self._counted = self._totals()
+
+    def _totals(self) -> Mapping[str, float]:
+        """Return what has been counted since the engine started."""
+        metrics = {metric.name: float(metric.value) for metric in self._llm.get_metrics() if hasattr(metric, "value")}
+        return {**metrics, **(self._scheduler_half.stats() if self._has_kvtier else {})}
+
+    def plan_faults(self, faults: CopyFaults) -> None:
+        """Let copies fail from now on; workers in processes of their own are told by their environment alone."""
+        FAULTS.plan(faults)
 
     @property
     def _scheduler_half(self) -> Any:  # Any: reached through vLLM's objects
@@ -245,9 +299,12 @@ class EngineHost:
             assert manager.drain(60.0).has_ended
 
     def stats(self) -> dict[str, float]:
-        """Return kvtier's counters and gauges."""
+        """Return kvtier's gauges, and what it has counted since the engine was as good as new."""
         stats: dict[str, float] = self._scheduler_half.stats()
-        return stats
+        return {
+            name: value if name in LEVELS else value - self._counted.get(name, 0.0)
+            for name, value in stats.items()
+        }
 
     def scheduler(self) -> tuple[str, int]:
         """Return the class of vLLM's scheduler, and how many steps it has under way at most."""
@@ -255,12 +312,11 @@ class EngineHost:
 
     def speculation(self) -> dict[str, int]:
         """Return vLLM's counters of drafts, by name."""
-        metrics = [metric for metric in self._llm.get_metrics() if hasattr(metric, "value")]
         start = "vllm:spec_decode_num_"
         return {
-            metric.name.removeprefix(start): int(metric.value)
-            for metric in metrics
-            if metric.name.startswith(start)
+            name.removeprefix(start): int(value - self._counted.get(name, 0.0))
+            for name, value in self._totals().items()
+            if name.startswith(start)
         }
 
     def check(self) -> None:
@@ -332,7 +388,7 @@ class EngineHost:
 
     def num_preemptions(self) -> int:
         """Return how often vLLM took the device blocks of a running request."""
-        return sum(int(metric.value) for metric in self._llm.get_metrics() if metric.name == PREEMPTIONS)
+        return int(self._totals()[PREEMPTIONS] - self._counted.get(PREEMPTIONS, 0.0))
 
     def _request_of(self, prompt: Sequence[int]) -> Any:  # Any: vLLM's Request
         from vllm import SamplingParams

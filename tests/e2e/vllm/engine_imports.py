@@ -4,6 +4,7 @@ Importing vLLM takes most of an engine's start. No engine, thread or setting is 
 """
 
 import contextlib
+import gc
 import importlib
 import os
 
@@ -19,6 +20,9 @@ ENVIRONMENT = {
     # step's hundreds of barriers waits until the scheduler runs it again.
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # vLLM's n-grams: compiling the search takes five seconds of each engine, and it gives torch a second thread.
+    "NUMBA_DISABLE_JIT": "1",
+    "NUMBA_NUM_THREADS": "1",
 }
 """Variables of every engine's process; some are read while vLLM or torch is imported."""
 
@@ -30,6 +34,15 @@ MODULES = (
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.llama",
     "vllm.model_executor.models.gemma3",
+    "vllm.model_executor.models.qwen3_next",
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
+    "vllm.v1.attention.backends.cpu_attn",
+    "kvtier.engines.vllm",
+    "kvtier.engines.vllm.connector",
+    "tests.e2e.vllm.engine_host",
+    "tests.e2e.vllm.failing_tier",
+    "tests.e2e.vllm.state_kernels",
+    "tests.e2e.vllm.throttled_tier",
 )
 """Modules that pull in nearly all of what an engine imports; one that a release of vLLM lacks costs time only."""
 
@@ -37,3 +50,5 @@ os.environ.update(ENVIRONMENT)
 for module in MODULES:
     with contextlib.suppress(ImportError):
         importlib.import_module(module)
+# vLLM collects garbage five times while it starts, and each time would look at all that was imported.
+gc.freeze()

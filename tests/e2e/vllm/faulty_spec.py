@@ -1,6 +1,7 @@
 """An offloading spec whose copies fail on purpose, on the rank and at the jobs that a test chose.
 
-The faults travel in an environment variable, because with tensor parallelism the handlers live in worker processes.
+An engine whose handlers live in its own process is told while it runs. With tensor parallelism they live in worker
+processes, and the faults travel in an environment variable.
 A load that fails has copied its bytes and then spoiled one of its device blocks, as a broken transfer does: an
 engine that used the block anyway would answer something else.
 """
@@ -53,6 +54,39 @@ class CopyFaults:
         """Return the variable that carries this to the engine's processes."""
         return {ENVIRONMENT_NAME: json.dumps(asdict(self))}
 
+    @classmethod
+    def of_environment(cls) -> "CopyFaults":
+        """Return those that came with an engine's environment."""
+        return cls(**json.loads(os.environ.get(ENVIRONMENT_NAME, "{}")))
+
+
+class FaultPlan:
+    """The faults of this process's handlers; they are planned while no copy is under way."""
+
+    def __init__(self, faults: CopyFaults) -> None:
+        self.plan(faults)
+
+    def plan(self, faults: CopyFaults) -> None:
+        """Let copies fail from now on, counted from the next one."""
+        self._faults = faults
+        self._num_jobs = {True: 0, False: 0}
+
+    def fails(self, rank: int | None, *, is_load: bool) -> bool:
+        """Count a job; return whether it fails."""
+        self._num_jobs[is_load] += 1
+        every = self._faults.fail_every_load if is_load else self._faults.fail_every_store
+        is_meant = self._faults.rank is None or self._faults.rank == rank
+        return is_meant and every > 0 and self._num_jobs[is_load] % every == 0
+
+    @property
+    def spoil(self) -> Spoil:
+        """Which device block of a failed load is spoiled."""
+        return self._faults.spoil
+
+
+FAULTS = FaultPlan(CopyFaults.of_environment())
+"""Those of this process."""
+
 
 class FaultySpec(TieringOffloadingSpec):
     """Tiered offloading with handlers that fail as the environment says."""
@@ -74,32 +108,26 @@ def add_faults(
     entries: Iterator[HandlerEntry], kv_caches: CanonicalKVCaches, rank: int | None
 ) -> Iterator[HandlerEntry]:
     """Yield the handlers of one worker, each behind its faults."""
-    faults = CopyFaults(**json.loads(os.environ.get(ENVIRONMENT_NAME, "{}")))
-    if faults.rank is not None and faults.rank != rank:
-        faults = CopyFaults()
     for entry in entries:
         is_load = entry.destination is GPULoadStoreSpec
-        every = faults.fail_every_load if is_load else faults.fail_every_store
-        yield entry._replace(handler=FaultyHandler(entry.handler, kv_caches, every, faults.spoil))
+        yield entry._replace(handler=FaultyHandler(entry.handler, kv_caches, rank, is_load=is_load))
 
 
 class FaultyHandler(OffloadingHandler):
-    """One direction of which every so-manieth job fails."""
+    """One direction, of which the planned jobs fail."""
 
     def __init__(
-        self, inner: OffloadingHandler, kv_caches: CanonicalKVCaches, fail_every: int, spoil: Spoil
+        self, inner: OffloadingHandler, kv_caches: CanonicalKVCaches, rank: int | None, *, is_load: bool
     ) -> None:
         self._inner = inner
         self._kv_caches = kv_caches
-        self._fail_every = fail_every
-        self._spoil = spoil
-        self._num_jobs = 0
+        self._rank = rank
+        self._is_load = is_load
         self._doomed: dict[TransferJobId, TransferSpec] = {}
 
     def transfer_async(self, job_id: TransferJobId, spec: TransferSpec) -> bool:
         """Start a transfer, and remember it if it is to fail."""
-        self._num_jobs += 1
-        if self._fail_every and self._num_jobs % self._fail_every == 0:
+        if FAULTS.fails(self._rank, is_load=self._is_load):
             self._doomed[job_id] = spec
         return self._inner.transfer_async(job_id, spec)
 
@@ -125,6 +153,6 @@ class FaultyHandler(OffloadingHandler):
     def _spoil_block(self, spec: TransferSpec) -> None:
         if isinstance(spec.destination, GPULoadStoreSpec):
             blocks = spec.destination.block_ids
-            position = {"first": 0, "middle": len(blocks) // 2, "last": -1}[self._spoil]
+            position = {"first": 0, "middle": len(blocks) // 2, "last": -1}[FAULTS.spoil]
             for canonical in self._kv_caches.tensors:
                 canonical.tensor[int(blocks[position])] = GARBAGE
