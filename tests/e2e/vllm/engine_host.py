@@ -213,7 +213,9 @@ class EngineHost:
 
     def _totals(self) -> Mapping[str, float]:
         """Return what has been counted since the engine started."""
-        metrics = {metric.name: float(metric.value) for metric in self._llm.get_metrics() if hasattr(metric, "value")}
+        metrics = {
+            metric.name: float(metric.value) for metric in self._llm.get_metrics() if hasattr(metric, "value")
+        }
         return {**metrics, **(self._scheduler_half.stats() if self._has_kvtier else {})}
 
     def plan_faults(self, faults: CopyFaults) -> None:

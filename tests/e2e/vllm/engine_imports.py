@@ -29,6 +29,8 @@ ENVIRONMENT = {
 MODULES = (
     "tests.e2e.vllm.without_tiles",
     "vllm.entrypoints.llm",
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_worker",

@@ -57,13 +57,22 @@ class EngineProcess:
         traceback: TracebackType | None,
     ) -> None:
         try:
+            self.end()
+        except (EngineFailedError, OSError):
+            if error is None:
+                raise
+
+    def end(self) -> None:
+        """End the engine as it ends of itself, and kill it if it does not.
+
+        Raises:
+            EngineFailedError: its end failed.
+        """
+        try:
             if self._process.is_alive():
                 self._connection.send(None)
                 self._receive(END_TIMEOUT_S)
                 self._process.join(END_TIMEOUT_S)
-        except (EngineFailedError, OSError):
-            if error is None:
-                raise
         finally:
             self._kill()
 

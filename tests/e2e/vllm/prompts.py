@@ -5,14 +5,14 @@ import random
 from tests.e2e.vllm.checkpoints import VOCAB_SIZE
 from tests.e2e.vllm.engine_host import BLOCK_TOKENS
 
-PROMPT_TOKENS = 1000
-"""Tokens of a prompt: 31 whole blocks and a part."""
+PROMPT_TOKENS = 1016
+"""Tokens of a prompt: 31 whole blocks and a part, which an answer of 16 tokens fills."""
 
 WHOLE_TOKENS = PROMPT_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
 """Tokens of its whole blocks: the most that can be found again."""
 
-GREEDY = {"temperature": 0.0, "max_tokens": 32}
-SEEDED = {"temperature": 0.8, "seed": 11, "max_tokens": 32}
+GREEDY = {"temperature": 0.0, "max_tokens": 16}
+SEEDED = {"temperature": 0.8, "seed": 11, "max_tokens": 16}
 
 
 def make_prompt(seed: int, num_tokens: int = PROMPT_TOKENS) -> list[int]:

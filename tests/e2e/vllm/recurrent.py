@@ -19,7 +19,7 @@ PROMPTS = [make_prompt(100 + length, length) for length in LENGTHS]
 FOUND = [(length - 1) // BLOCK_TOKENS * BLOCK_TOKENS for length in LENGTHS]
 """Of each prompt the tokens whose attention and state are kept."""
 
-GREEDY = {"temperature": 0.0, "max_tokens": 16}
+GREEDY = {"temperature": 0.0, "max_tokens": 8}
 
 ARGUMENTS: dict[str, Any] = {  # Any: vLLM's own
     "dtype": "bfloat16",
@@ -27,6 +27,9 @@ ARGUMENTS: dict[str, Any] = {  # Any: vLLM's own
     "mamba_cache_mode": "align",
     "enable_prefix_caching": True,
 }
+EACH_BLOCK = {"prefix_cache_retention_interval": BLOCK_TOKENS}
+"""vLLM keeps the state at the end of each block that a step ends with, those of an answer among them."""
+
 POOL_BLOCKS = 90
 """Each of the ten prompts takes up to eight blocks of attention and six of states, two for each layer: not all fit."""
 

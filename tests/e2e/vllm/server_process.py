@@ -1,10 +1,14 @@
 """vLLM's HTTP server with kvtier, as a process of its own that a test talks to.
 
-The engine core and its worker are processes of the server, as for anybody who runs ``vllm serve``.
+The engine core and its worker are processes of the server, as for anybody who runs ``vllm serve``. Most servers are
+forked from a process that has imported vLLM, and fork their engine core: two imports are ten times what else a start
+takes. What a user types is tried with ``is_new_interpreter``, and by the examples.
 """
 
 import json
+import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -15,10 +19,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
-from tests.e2e.vllm.engine_host import BLOCK_TOKENS, CHUNK_TOKENS, MAX_MODEL_TOKENS
+from tests.e2e.vllm.engine_host import (
+    BLOCK_TOKENS,
+    CHUNK_TOKENS,
+    ENGINE_IMPORTS,
+    MAX_MODEL_TOKENS,
+    fork_workers,
+)
 from tests.engines.vllm.entry_points import install_entry_points
 from tests.ports import free_port
 
@@ -58,6 +68,7 @@ class ServerProcess:
         events_endpoint: where vLLM connects to publish its KV events.
         log: file for what the server prints.
         more: more arguments of the server.
+        is_new_interpreter: start the command that a user types, with an interpreter for each process.
     """
 
     def __init__(
@@ -67,6 +78,8 @@ class ServerProcess:
         events_endpoint: str,
         log: Path,
         more: Sequence[str] = (),
+        *,
+        is_new_interpreter: bool = False,
     ) -> None:
         transfer_config = {
             "kv_connector": "KVTierConnector",  # found by the entry point alone
@@ -88,6 +101,7 @@ class ServerProcess:
         ]
         self._log = log
         self._python_path = install_entry_points(log.parent)
+        self._is_new_interpreter = is_new_interpreter
 
     def __enter__(self) -> "ServerProcess":
         self.start()
@@ -108,13 +122,12 @@ class ServerProcess:
             AssertionError: it ended or never answered; the message is the end of its log.
         """
         self._port = free_port()
-        with self._log.open("ab") as log:
-            self._process = start_process(
-                [*self._arguments, "--port", str(self._port)], log, self._python_path
-            )
+        arguments = [*self._arguments, "--port", str(self._port)]
+        begin = ServerCommand if self._is_new_interpreter else ForkedServer
+        self._process: ServerCommand | ForkedServer = begin(arguments, self._log, self._python_path)
         end_s = time.monotonic() + START_TIMEOUT_S
         while not self._is_healthy():
-            if self._process.poll() is not None or time.monotonic() > end_s:
+            if not self._process.is_alive() or time.monotonic() > end_s:
                 self.stop()
                 raise AssertionError(self._log.read_text(errors="replace")[-4000:])
             time.sleep(POLL_S)
@@ -125,7 +138,7 @@ class ServerProcess:
             self._process.terminate()
             self._process.wait(STOP_TIMEOUT_S)
         finally:
-            if self._process.poll() is None:
+            if self._process.is_alive():
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
 
@@ -205,21 +218,66 @@ class ServerProcess:
         return f"http://127.0.0.1:{self._port}{path}"
 
 
-def start_process(arguments: list[str], log: IO[bytes], python_path: str) -> subprocess.Popen[bytes]:
-    """Start vLLM's server in a process group of its own, so that none of its processes can be left behind."""
-    environment = {
-        **os.environ,
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "OMP_NUM_THREADS": "1",  # as in engine_imports.py
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_SERVER_DEV_MODE": "1",  # /reset_prefix_cache, /sleep
-        "PYTHONHASHSEED": "0",
-        "PYTHONPATH": python_path,
-    }
-    # "vllm serve" is this module; the command itself asks for a package named vllm, and this one is vllm-cpu.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
-    return subprocess.Popen(
-        command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-    )
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_NUM_THREADS": "1",  # as in engine_imports.py
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_SERVER_DEV_MODE": "1",  # /reset_prefix_cache, /sleep
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "PYTHONHASHSEED": "0",
+}
+MODULE = "vllm.entrypoints.openai.api_server"
+"""What "vllm serve" runs; the command itself asks for a package named vllm, and this one is vllm-cpu."""
+
+
+class ServerCommand:
+    """The command, in a process group of its own, so that none of its processes can be left behind."""
+
+    def __init__(self, arguments: Sequence[str], log: Path, python_path: str) -> None:
+        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": python_path}
+        with log.open("ab") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", MODULE, *arguments],
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+        self.terminate = self._process.terminate
+        self.wait = self._process.wait
+
+    def is_alive(self) -> bool:
+        """Return whether it has not ended yet."""
+        return self._process.poll() is None
+
+
+class ForkedServer:
+    """The same, forked from a process that has imported vLLM."""
+
+    def __init__(self, arguments: Sequence[str], log: Path, python_path: str) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([ENGINE_IMPORTS])
+        self._process = context.Process(target=serve, args=(arguments, log, python_path))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        self.terminate = self._process.terminate
+        self.wait = self._process.join
+        self.is_alive = self._process.is_alive
+
+
+def serve(arguments: Sequence[str], log: Path, python_path: str) -> None:
+    """Be the server."""
+    os.setsid()
+    with log.open("ab") as file:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(file.fileno(), stream.fileno())
+    os.environ.update(ENVIRONMENT)
+    sys.path[:0] = python_path.split(os.pathsep)
+    sys.argv = ["vllm", *arguments]
+    fork_workers()
+    runpy.run_module(MODULE, run_name="__main__")

@@ -9,6 +9,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 import vllm
 from tests.e2e.vllm.checkpoints import save_qwen3_next
+from tests.e2e.vllm.engine_pool import EnginePool
 from tests.e2e.vllm.engine_process import EngineProcess
 from tests.e2e.vllm.prompts import make_prompt
 from tests.e2e.vllm.recurrent import BLOCK_TOKENS, FOUND, GREEDY, PROMPTS, options_with
@@ -55,10 +56,10 @@ def num_pinned(engine: EngineProcess) -> int:
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
 def test_every_state_of_a_hit_is_compared_in_batches_and_chunks(
-    qwen3_next: str, *, is_asynchronous: bool
+    qwen3_next: str, engines: EnginePool, *, is_asynchronous: bool
 ) -> None:
     options = options_with(qwen3_next, AUDITED, is_asynchronous=is_asynchronous)
-    with EngineProcess(options) as engine:
+    with engines.borrow(options) as engine:
         engine.call("generate_in_turn", PROMPTS, GREEDY)
         engine.call("settle")
         for _ in range(2):
@@ -175,9 +176,11 @@ def test_states_of_other_weights_are_found(
     assert num_hits_until_found(sampling_engine) < MAX_HITS
 
 
-def test_a_state_that_vllm_does_not_keep_is_counted_as_lost_and_unpinned(qwen3_next: str) -> None:
+def test_a_state_that_vllm_does_not_keep_is_counted_as_lost_and_unpinned(
+    qwen3_next: str, engines: EnginePool
+) -> None:
     """A longer prompt passes the end of the held one, where vLLM keeps no state of it."""
-    with EngineProcess(options_with(qwen3_next, AUDITED)) as engine:
+    with engines.borrow(options_with(qwen3_next, AUDITED)) as engine:
         engine.call("generate", PROMPTS[4:5], GREEDY)
         engine.call("settle")
         engine.call("forget_device")

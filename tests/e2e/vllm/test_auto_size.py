@@ -9,8 +9,8 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 from tests.e2e.vllm.engine_host import BLOCK_TOKENS, EngineOptions
 from tests.e2e.vllm.engine_process import EngineProcess
 from tests.e2e.vllm.prompts import GREEDY, WHOLE_TOKENS, make_cycle
+from tests.e2e.vllm.settings import settings_with
 from tests.e2e.vllm.small_machine import ENVIRONMENT_NAME, write_machine
-from tests.e2e.vllm.test_fs_tier import settings_with
 from tests.e2e.vllm.test_tensor_parallel import ONE_CORE_EACH, PROMPTS, TWO_WORKERS
 
 from kvtier.cpu.auto_size import MIN_RESERVE_BYTES, PROCESS_BYTES

@@ -8,7 +8,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from tests.e2e.vllm.prompts import WHOLE_TOKENS, make_prompt
 from tests.e2e.vllm.server_process import ServerProcess
-from tests.e2e.vllm.test_fs_tier import settings_with
+from tests.e2e.vllm.settings import settings_with
 from tests.ports import free_port
 
 

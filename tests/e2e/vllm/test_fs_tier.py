@@ -1,19 +1,18 @@
-"""What one engine has written to disk is found by its successor, and by another engine beside it."""
+"""What one engine has written to disk is found by another engine beside it, and not by one of another model."""
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
-from tests.e2e.vllm.answers import assert_clearly_other, assert_same
-from tests.e2e.vllm.conftest import Controls
+from tests.e2e.vllm.answers import Answer, assert_clearly_other, assert_same
 from tests.e2e.vllm.engine_host import EngineOptions
 from tests.e2e.vllm.engine_process import EngineFailedError, EngineProcess
 from tests.e2e.vllm.failing_tier import TIER_NAME
 from tests.e2e.vllm.prompts import GREEDY, WHOLE_TOKENS, make_cycle
+from tests.e2e.vllm.settings import settings_with
 
 PROMPTS = make_cycle(4)
 
@@ -21,37 +20,18 @@ NUM_TRAINED_ROWS = 96
 """Rows of the embedding: few of the model's bytes, and some of each prompt's tokens."""
 
 
-def settings_with(folder: Path, tier_type: str = "fs", **more: Any) -> dict[str, Any]:  # Any: a user's JSON
-    """Return settings with a host tier that holds all prompts and a tier in ``folder`` behind it."""
-    tier = {
-        "type": tier_type,
-        "root_dir": str(folder),
-        "capacity_bytes": "1GiB",
-        "max_in_flight_store_bytes": "128MiB",
-    }
-    return {"cpu_bytes_to_use": "128MiB", "secondary_tiers": [tier], **more}
-
-
-def test_a_restarted_engine_is_answered_from_disk(
-    llama: str, llama_controls: Controls, tmp_path: Path
-) -> None:
-    options = EngineOptions(llama, settings_with(tmp_path / "blocks"))
-    with EngineProcess(options) as engine:
+@pytest.fixture(scope="module")
+def written(llama: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder in which an engine that has ended has left the prompts."""
+    folder = tmp_path_factory.mktemp("written") / "blocks"
+    with EngineProcess(EngineOptions(llama, settings_with(folder))) as engine:
         engine.call("generate_in_turn", PROMPTS, GREEDY)
         engine.call("settle")
-
-    with EngineProcess(options, is_new_interpreter=True) as engine:
-        answers = engine.call("generate_in_turn", PROMPTS, GREEDY)
-        stats = engine.call("stats")
-        engine.call("check")
-
-    assert_same(answers, llama_controls.in_turn[:4])
-    assert [answer.num_cached_tokens for answer in answers] == [WHOLE_TOKENS] * 4
-    assert stats["connector.loaded_tokens.fs"] == 4 * WHOLE_TOKENS
+    return folder
 
 
 def test_two_engines_with_one_key_ring_share_a_directory_while_both_run(
-    llama: str, llama_controls: Controls, tmp_path: Path
+    llama: str, llama_controls: list[Answer], tmp_path: Path
 ) -> None:
     pytest.importorskip("cryptography", reason="pip install 'kvtier[encryption]'")
     from kvtier.tiering.kit.key_ring import add_entry, make_ring, write_ring
@@ -70,7 +50,7 @@ def test_two_engines_with_one_key_ring_share_a_directory_while_both_run(
         others = other.call("generate_in_turn", PROMPTS[:2], GREEDY)
         stats = engine.call("stats")
 
-    assert_same([*others, *answers], llama_controls.in_turn[:4])
+    assert_same([*others, *answers], llama_controls[:4])
     assert [answer.num_cached_tokens for answer in [*answers, *others]] == [WHOLE_TOKENS] * 4
     assert stats["connector.loaded_tokens.fs"] == 2 * WHOLE_TOKENS
     (namespace,) = (tmp_path / "blocks").glob("*/namespace.json")
@@ -78,25 +58,21 @@ def test_two_engines_with_one_key_ring_share_a_directory_while_both_run(
 
 
 def test_a_tier_that_fails_every_third_load_costs_hits_and_no_answer(
-    llama: str, llama_controls: Controls, tmp_path: Path
+    llama: str, llama_controls: list[Answer], written: Path
 ) -> None:
-    with EngineProcess(EngineOptions(llama, settings_with(tmp_path / "blocks"))) as engine:
-        engine.call("generate_in_turn", PROMPTS, GREEDY)
-        engine.call("settle")
-
-    options = EngineOptions(llama, settings_with(tmp_path / "blocks", TIER_NAME))
+    options = EngineOptions(llama, settings_with(written, TIER_NAME))
     with EngineProcess(options) as engine:
         answers = engine.call("generate_in_turn", PROMPTS, GREEDY)
         stats = engine.call("stats")
         engine.call("check")
 
-    assert_same(answers, llama_controls.in_turn[:4])
+    assert_same(answers, llama_controls[:4])
     # A request takes one load or two, as its lookups come in.
     assert {answer.num_cached_tokens for answer in answers} == {0, WHOLE_TOKENS}
     assert stats["failed_promotions"] > 0
 
 
-def test_a_reset_is_complete_on_disk_too(llama: str, llama_controls: Controls, tmp_path: Path) -> None:
+def test_a_reset_is_complete_on_disk_too(llama: str, llama_controls: list[Answer], tmp_path: Path) -> None:
     with EngineProcess(EngineOptions(llama, settings_with(tmp_path / "blocks"))) as engine:
         engine.call("generate_in_turn", PROMPTS, GREEDY)
         engine.call("settle")
@@ -107,21 +83,14 @@ def test_a_reset_is_complete_on_disk_too(llama: str, llama_controls: Controls, t
         found = engine.call("generate_in_turn", PROMPTS, GREEDY)
         engine.call("check")
 
-    assert_same(computed, llama_controls.in_turn[:4])
-    assert_same(found, llama_controls.in_turn[:4])
+    assert_same(computed, llama_controls[:4])
+    assert_same(found, llama_controls[:4])
     assert [answer.num_cached_tokens for answer in computed] == [0] * 4
     assert [answer.num_cached_tokens for answer in found] == [WHOLE_TOKENS] * 4
 
 
-def test_another_model_never_finds_these_blocks(llama: str, tmp_path: Path) -> None:
-    from tests.e2e.vllm.checkpoints import save_llama
-
-    other_model = str(save_llama(tmp_path / "other", seed=8))
-    with EngineProcess(EngineOptions(llama, settings_with(tmp_path / "blocks"))) as engine:
-        engine.call("generate_in_turn", PROMPTS[:1], GREEDY)
-        engine.call("settle")
-
-    with EngineProcess(EngineOptions(other_model, settings_with(tmp_path / "blocks"))) as engine:
+def test_another_model_never_finds_these_blocks(other_llama: str, written: Path) -> None:
+    with EngineProcess(EngineOptions(other_llama, settings_with(written))) as engine:
         (answer,) = engine.call("generate_in_turn", PROMPTS[:1], GREEDY)
 
     assert answer.num_cached_tokens == 0

@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 from tests.e2e.vllm.engine_host import BLOCK_TOKENS, EngineOptions
 from tests.e2e.vllm.engine_process import EngineProcess
 from tests.e2e.vllm.prompts import GREEDY, WHOLE_TOKENS, make_cycle
-from tests.e2e.vllm.test_fs_tier import settings_with
+from tests.e2e.vllm.settings import settings_with
 
 from kvtier.errors import ControlError
 from kvtier.observe.control_client import EngineConnection, Instance, choose_instance, find_instances

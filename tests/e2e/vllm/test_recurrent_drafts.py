@@ -18,20 +18,20 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 import vllm
 from tests.e2e.vllm.answers import Answer, assert_clearly_other, assert_same
-from tests.e2e.vllm.checkpoints import DRAFTED_TOKEN
+from tests.e2e.vllm.checkpoints import DRAFTED_TOKEN, save_drafting_qwen3_next
 from tests.e2e.vllm.engine_host import EngineOptions
+from tests.e2e.vllm.engine_pool import EnginePool
 from tests.e2e.vllm.engine_process import EngineFailedError, EngineProcess
 from tests.e2e.vllm.families import FAMILIES, save_family
 from tests.e2e.vllm.prompts import make_prompt
 from tests.e2e.vllm.recurrent import (
+    EACH_BLOCK,
     REPLAY_TOLERANCE,
     assert_same_or_replayed,
     found_of,
     options_with,
 )
-from tests.e2e.vllm.test_fs_tier import settings_with
-from tests.e2e.vllm.test_recurrent_async import EACH_BLOCK
-from tests.e2e.vllm.test_schedulers import NGRAM
+from tests.e2e.vllm.settings import NGRAM, settings_with
 
 pytestmark = pytest.mark.skipif(
     vllm.__version_tuple__[:2] < (0, 32), reason="this vLLM does not say which blocks hold a recurrent state"
@@ -53,7 +53,9 @@ PROMPTS = [make_prompt(500 + length, length) for length in (200, 250, 450, 511, 
 CROWD = [make_prompt(300 + seed, 1010) for seed in range(6)]
 """Prompts of which a tight pool pre-empts some."""
 
-LONG, MEDIUM, SHORT = 120, 60, 40
+LONG, MEDIUM, SHORT = 72, 60, 24
+
+HOST = {"cpu_bytes_to_use": "256MiB"}
 
 ROOMY_POOL_BLOCKS, TIGHT_POOL_BLOCKS = 200, 60
 
@@ -110,7 +112,7 @@ def make_turns(answers: list[Answer]) -> list[list[int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
+class WithoutKvtier:
     """What vLLM answers without kvtier.
 
     Attributes:
@@ -133,17 +135,23 @@ class Alone:
         return options_of(self.model, self.drafting.arguments, settings, num_device_blocks)
 
 
+@pytest.fixture(scope="module")
+def drafting_qwen3_next(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the folder of a Qwen3-Next that has a layer to draft with."""
+    return str(save_drafting_qwen3_next(tmp_path_factory.mktemp("drafting-qwen3-next")))
+
+
 @pytest.fixture(scope="module", params=METHODS)
-def alone(request: pytest.FixtureRequest, drafting_qwen3_next: str) -> Alone:
+def alone(request: pytest.FixtureRequest, drafting_qwen3_next: str, engines: EnginePool) -> WithoutKvtier:
     drafting = METHODS[request.param]
     options = options_of(drafting_qwen3_next, drafting.alone)
-    with EngineProcess(options) as engine:
+    with engines.borrow(options) as engine:
         answers = engine.call("generate_in_turn", PROMPTS, drafting.sampling(LONG))
         turns = make_turns(answers)
         expected = engine.call("generate_in_turn", turns, drafting.sampling(SHORT))
         engine.call("forget_device")
         to_crowd = engine.call("generate", CROWD, drafting.sampling(SHORT))
-    return Alone(drafting, drafting_qwen3_next, answers, turns, expected, to_crowd)
+    return WithoutKvtier(drafting, drafting_qwen3_next, answers, turns, expected, to_crowd)
 
 
 def only(token: int) -> dict[str, Any]:
@@ -152,10 +160,10 @@ def only(token: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def undrafted(drafting_qwen3_next: str) -> dict[int, list[Answer]]:
+def undrafted(drafting_qwen3_next: str, engines: EnginePool) -> dict[int, list[Answer]]:
     """Return the answers of one token, by that token, of an engine without drafts."""
     answers = {}
-    with EngineProcess(options_of(drafting_qwen3_next, {})) as engine:
+    with engines.borrow(options_of(drafting_qwen3_next, {})) as engine:
         for token in (7, 8, DRAFTED_TOKEN):
             answers[token] = engine.call("generate_in_turn", PROMPTS, only(token))
             engine.call("forget_device")
@@ -173,8 +181,9 @@ def test_vllm_alone_answers_with_the_stand_ins_as_without_drafts(
     arguments: dict[str, Any],
     token: int,
     is_accepted: bool,
+    engines: EnginePool,
 ) -> None:
-    with EngineProcess(options_of(drafting_qwen3_next, arguments)) as engine:
+    with engines.borrow(options_of(drafting_qwen3_next, arguments)) as engine:
         in_turn = engine.call("generate_in_turn", PROMPTS, only(token))
         engine.call("forget_device")
         together = engine.call("generate", PROMPTS, only(token))
@@ -188,13 +197,15 @@ def test_vllm_alone_answers_with_the_stand_ins_as_without_drafts(
     assert drafts["accepted_tokens"] == (drafts["draft_tokens"] if is_accepted else 0)
 
 
-def test_vllm_alone_answers_with_drafts_as_an_engine_that_never_drafts(drafting_qwen3_next: str) -> None:
+def test_vllm_alone_answers_with_drafts_as_an_engine_that_never_drafts(
+    drafting_qwen3_next: str, engines: EnginePool
+) -> None:
     # Both convolve alike, token by token: there is nothing to round, and drafts that are rejected leave nothing.
     sampling = METHODS["n-grams"].sampling(LONG)
-    with EngineProcess(options_of(drafting_qwen3_next, NO_NGRAM)) as engine:
+    with engines.borrow(options_of(drafting_qwen3_next, NO_NGRAM)) as engine:
         expected = engine.call("generate_in_turn", PROMPTS, sampling)
         assert engine.call("speculation")["drafts"] == 0
-    with EngineProcess(options_of(drafting_qwen3_next, NGRAM)) as engine:
+    with engines.borrow(options_of(drafting_qwen3_next, NGRAM)) as engine:
         answers = engine.call("generate_in_turn", PROMPTS, sampling)
         drafts = engine.call("speculation")
 
@@ -204,7 +215,9 @@ def test_vllm_alone_answers_with_drafts_as_an_engine_that_never_drafts(drafting_
     assert 0 < drafts["accepted_tokens"] < drafts["draft_tokens"]
 
 
-def test_states_of_answers_come_back_from_host_memory_and_from_disk(alone: Alone, tmp_path: Path) -> None:
+def test_states_of_answers_come_back_from_host_memory_and_from_disk(
+    alone: WithoutKvtier, tmp_path: Path
+) -> None:
     drafting, found = alone.drafting, found_of(alone.expected)
     options = alone.options(settings_with(tmp_path / "blocks"), TIGHT_POOL_BLOCKS)
     with EngineProcess(options) as engine:
@@ -241,10 +254,10 @@ def test_states_of_answers_come_back_from_host_memory_and_from_disk(alone: Alone
         assert 0 < counted["accepted_tokens"] < counted["draft_tokens"]
 
 
-def test_the_comparison_sees_a_zeroed_and_a_swapped_state(alone: Alone) -> None:
+def test_the_comparison_sees_a_zeroed_and_a_swapped_state(alone: WithoutKvtier, engines: EnginePool) -> None:
     sampling, (one, two, last) = alone.drafting.sampling(SHORT), alone.drafting.changed
     of_answer, other, intact = alone.turns[one], alone.turns[two], alone.turns[5]
-    with EngineProcess(alone.options({"cpu_bytes_to_use": "256MiB"})) as engine:
+    with engines.borrow(alone.options(HOST)) as engine:
         engine.call("generate_in_turn", PROMPTS, alone.drafting.sampling(LONG))
         engine.call("settle")
         groups = engine.call("state_groups")
@@ -265,9 +278,9 @@ def test_the_comparison_sees_a_zeroed_and_a_swapped_state(alone: Alone) -> None:
     assert_same([swapped[2], zeroed[1]], [expected[2], expected[2]])
 
 
-def test_an_abort_and_a_reset_leave_nothing_wrong_behind(alone: Alone) -> None:
+def test_an_abort_and_a_reset_leave_nothing_wrong_behind(alone: WithoutKvtier, engines: EnginePool) -> None:
     sampling = alone.drafting.sampling(SHORT)
-    with EngineProcess(alone.options({"cpu_bytes_to_use": "256MiB"})) as engine:
+    with engines.borrow(alone.options(HOST)) as engine:
         engine.call("generate_in_turn", PROMPTS, alone.drafting.sampling(LONG))
         engine.call("forget_device")
         assert engine.call("abort_while_loading", alone.turns[0])
@@ -289,7 +302,7 @@ def test_an_abort_and_a_reset_leave_nothing_wrong_behind(alone: Alone) -> None:
     assert stats["connector.open_jobs"] == 0
 
 
-def test_a_pre_empted_request_goes_on_from_its_state(alone: Alone) -> None:
+def test_a_pre_empted_request_goes_on_from_its_state(alone: WithoutKvtier) -> None:
     sampling = alone.drafting.sampling(SHORT)
     with EngineProcess(
         alone.options({"cpu_bytes_to_use": "128MiB"}, alone.drafting.num_tight_blocks)

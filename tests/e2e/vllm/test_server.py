@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 from tests.e2e.vllm.engine_host import BLOCK_TOKENS
 from tests.e2e.vllm.prompts import WHOLE_TOKENS, make_prompt
 from tests.e2e.vllm.server_process import ServerProcess
-from tests.e2e.vllm.test_fs_tier import settings_with
+from tests.e2e.vllm.settings import settings_with
 
 from kvtier.observe.control_client import EngineConnection, choose_instance
 
@@ -122,7 +122,8 @@ def server(
     folder = tmp_path_factory.mktemp("server")
     settings = settings_with(folder / "blocks") | {"instance_id": INSTANCE_ID}
     settings["secondary_tiers"][0]["emit_events"] = True
-    with ServerProcess(llama, settings, subscriber.endpoint, folder / "server.log") as server:
+    log = folder / "server.log"
+    with ServerProcess(llama, settings, subscriber.endpoint, log, is_new_interpreter=True) as server:
         yield server
 
 

@@ -16,9 +16,8 @@ from tests.e2e.vllm.engine_host import BLOCK_TOKENS, EngineOptions
 from tests.e2e.vllm.engine_process import EngineProcess
 from tests.e2e.vllm.faulty_spec import CopyFaults
 from tests.e2e.vllm.prompts import GREEDY, WHOLE_TOKENS, make_cycle, make_prompt
-from tests.e2e.vllm.test_failed_loads import num_computed
-from tests.e2e.vllm.test_fs_tier import settings_with
-from tests.e2e.vllm.test_tensor_parallel import ONE_CORE_EACH, TWO_WORKERS
+from tests.e2e.vllm.settings import settings_with
+from tests.e2e.vllm.test_tensor_parallel import ONE_CORE_EACH, TWO_WORKERS, num_computed
 
 from kvtier.cpu.region_file import SHARED_MEMORY_DIRECTORY
 from kvtier.limits import count_usable_cores

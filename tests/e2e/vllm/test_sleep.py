@@ -14,11 +14,12 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 from tests.e2e.vllm.answers import Answer
+from tests.e2e.vllm.conftest import CONTROL_POOL_BLOCKS
 from tests.e2e.vllm.engine_host import EngineOptions
-from tests.e2e.vllm.engine_process import EngineProcess
+from tests.e2e.vllm.engine_pool import Alone
 from tests.e2e.vllm.prompts import WHOLE_TOKENS, make_prompt
 from tests.e2e.vllm.server_process import HttpAnswer, ServerProcess
-from tests.e2e.vllm.test_fs_tier import settings_with
+from tests.e2e.vllm.settings import settings_with
 from tests.ports import free_port
 
 from kvtier.observe.control_client import EngineConnection, choose_instance
@@ -35,14 +36,6 @@ SHORT = {"temperature": 0.0, "max_tokens": 8}
 """As the server is asked."""
 
 PROMPTS = {seed: make_prompt(seed) for seed in range(500, 510)}
-
-
-@pytest.fixture(scope="module")
-def other_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the folder of a Llama with the same configuration and other weights."""
-    from tests.e2e.vllm.checkpoints import save_llama
-
-    return str(save_llama(tmp_path_factory.mktemp("other"), seed=8))
 
 
 @dataclass(frozen=True)
@@ -97,10 +90,10 @@ def run(llama: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 
 @pytest.fixture(scope="module")
-def other_answers(other_llama: str) -> dict[int, Answer]:
+def other_answers(other_llama: str, alone: Alone) -> dict[int, Answer]:
     """Return answers of an engine without kvtier that was started with the other weights."""
-    with EngineProcess(EngineOptions(other_llama, num_device_blocks=600)) as engine:
-        answers: list[Answer] = engine.call("generate_in_turn", list(PROMPTS.values()), SHORT)
+    options = EngineOptions(other_llama, num_device_blocks=CONTROL_POOL_BLOCKS)
+    answers = alone.answers(options, "generate_in_turn", list(PROMPTS.values()), SHORT)
     return dict(zip(PROMPTS, answers, strict=True))
 
 

@@ -6,14 +6,12 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
-from tests.e2e.vllm.answers import assert_same
-from tests.e2e.vllm.conftest import Controls
+from tests.e2e.vllm.answers import Answer, assert_same
 from tests.e2e.vllm.engine_host import BLOCK_TOKENS, EngineOptions
 from tests.e2e.vllm.engine_process import EngineProcess
 from tests.e2e.vllm.faulty_spec import CopyFaults
 from tests.e2e.vllm.prompts import GREEDY, WHOLE_TOKENS, make_cycle
-from tests.e2e.vllm.test_failed_loads import FAULTY, num_computed
-from tests.e2e.vllm.test_fs_tier import settings_with
+from tests.e2e.vllm.settings import FAULTY, settings_with
 
 from kvtier.limits import count_usable_cores
 
@@ -25,11 +23,17 @@ TWO_WORKERS = {
 }
 ONE_CORE_EACH = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 
+
+def num_computed(answers: list[Answer]) -> int:
+    """Return how many prompts were not answered from a cache."""
+    return sum(answer.num_cached_tokens < WHOLE_TOKENS for answer in answers)
+
+
 pytestmark = pytest.mark.skipif(count_usable_cores() < 2, reason="two workers need two cores")
 
 
 def test_two_workers_answer_from_host_memory_and_from_disk(
-    llama: str, llama_controls: Controls, tmp_path: Path
+    llama: str, llama_controls: list[Answer], tmp_path: Path
 ) -> None:
     options = EngineOptions(
         llama,
@@ -48,7 +52,7 @@ def test_two_workers_answer_from_host_memory_and_from_disk(
         engine.call("check")
 
     for answers in (first, from_host, from_disk):
-        assert_same(answers, llama_controls.in_turn[:4])
+        assert_same(answers, llama_controls[:4])
     assert [answer.num_cached_tokens for answer in from_host] == [WHOLE_TOKENS] * 4
     assert [answer.num_cached_tokens for answer in from_disk] == [WHOLE_TOKENS] * 4
     assert stats["connector.loaded_tokens.fs"] == 4 * WHOLE_TOKENS
@@ -83,7 +87,7 @@ def test_two_workers_with_the_same_bytes_keep_them_once(tmp_path: Path) -> None:
     assert stats["connector.load_bytes"] == 2 * 4 * WHOLE_TOKENS * token_bytes
 
 
-def test_one_worker_of_two_fails_stores_and_loads(llama: str, llama_controls: Controls) -> None:
+def test_one_worker_of_two_fails_stores_and_loads(llama: str, llama_controls: list[Answer]) -> None:
     faults = CopyFaults(rank=1, fail_every_load=2, fail_every_store=4, spoil="middle")
     options = EngineOptions(
         llama,
@@ -99,8 +103,8 @@ def test_one_worker_of_two_fails_stores_and_loads(llama: str, llama_controls: Co
         engine.call("check")
         stats = engine.call("stats")
 
-    assert_same(first, llama_controls.in_turn[:4])
-    assert_same(again, llama_controls.in_turn[:4])
+    assert_same(first, llama_controls[:4])
+    assert_same(again, llama_controls[:4])
     assert stats["connector.failed_store_jobs"] > 0
     assert stats["connector.failed_load_jobs"] > 0
     assert num_computed(again) > 0
