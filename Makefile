@@ -145,7 +145,7 @@ $(VLLM_STAMP): $(VLLM_DEPENDENCIES) pyproject.toml setup.py $(COMPILED)
 # Each process keeps some engines, and hardly ever waits.
 test-vllm: JOBS := 2
 test-vllm: $(VLLM_STAMP)  ## the vLLM adapter, with real engines on the CPU, in an environment of its own
-	$(VLLM_BIN)/python -m pytest -n $(JOBS) --dist loadfile tests/engines/vllm tests/engines/checkpoint tests/e2e/vllm $(ARGS)
+	$(VLLM_BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder tests/engines/vllm tests/engines/checkpoint tests/e2e/vllm $(ARGS)
 
 # Of SGLang only the modules of its storage contract are used, so that torch is the largest part of this environment.
 $(SGLANG_DEPENDENCIES): scripts/install_sglang.py $(SGLANG_LOCK) $(SGLANG_ITSELF)

@@ -19,6 +19,37 @@ CONTROL_POOL_BLOCKS = 600
 """Device blocks of an engine without kvtier: its answers do not depend on them."""
 
 
+LONGEST_FIRST = (
+    "test_models",
+    "test_recurrent_drafts",
+    "test_shared_parts",
+    "test_sleep",
+    "test_server",
+    "test_fs_tier",
+    "test_examples",
+    "test_audit_states",
+    "test_tensor_parallel",
+    "test_slow_disk",
+    "test_dashboard",
+    "test_families",
+    "test_identity",
+)
+"""Files in the order in which processes take them, those that take longest first: so the processes end together."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of this folder first, in that order; a file stays together, for its tests share engines."""
+    folder = Path(__file__).parent
+
+    def position(item: pytest.Item) -> int:
+        if item.path.parent != folder:
+            return len(LONGEST_FIRST) + 1
+        name = item.path.stem
+        return LONGEST_FIRST.index(name) if name in LONGEST_FIRST else len(LONGEST_FIRST)
+
+    items.sort(key=position)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def temporary_folder() -> Iterator[None]:
     """Give every engine one temporary folder: vLLM leaves its sockets behind. Its path is short, as sockets want it."""

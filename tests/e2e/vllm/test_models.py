@@ -234,15 +234,19 @@ def test_the_comparison_sees_a_zeroed_and_a_swapped_block(bench: Bench) -> None:
 
 @each("Gemma")
 def test_the_comparison_sees_one_wrong_window_block(bench: Bench) -> None:
+    sampling = {**GREEDY, "max_tokens": 32}  # what one layer sees of a window changes an answer less than others
+    expected = bench.alone.answers(
+        bench.options(None, CONTROL_POOL_BLOCKS), "generate_in_turn", FOUR[:2], sampling
+    )
     with bench.engines.borrow(bench.on_host) as engine:
-        engine.call("generate_in_turn", FOUR[:2], GREEDY)
+        engine.call("generate_in_turn", FOUR[:2], sampling)
         engine.call("forget_device")
         engine.call("zero_held_block", FOUR[0], 1, WHOLE_TOKENS - 1)
 
-        spoiled, intact = engine.call("generate_in_turn", FOUR[:2], GREEDY)
+        spoiled, intact = engine.call("generate_in_turn", FOUR[:2], sampling)
 
-    assert_clearly_other([spoiled], bench.expected()[:1])
-    assert_same([intact], bench.expected()[1:2])
+    assert_clearly_other([spoiled], expected[:1])
+    assert_same([intact], expected[1:2])
 
 
 STATE_GROUPS = (0, 1, 2)
