@@ -41,10 +41,10 @@ class Kind:
 
     Attributes:
         checkpoint: the fixture that returns its folder.
-        prompts: what it is asked; the device pool holds a part of them.
+        prompts: what it is asked.
         found: of each prompt the tokens that are found again.
         sampling: how it answers.
-        num_device_blocks: of an engine that is to hold a part of the prompts.
+        num_device_blocks: of an engine that is asked for all of them; without states it holds a part.
         num_copied_blocks: of an engine that is asked for ``copied``.
         copied: the prompts of tests about copies.
         is_asynchronous: whether two steps are under way.
@@ -62,6 +62,11 @@ class Kind:
     @property
     def has_states(self) -> bool:
         return self.checkpoint == "qwen3_next"
+
+    @property
+    def others(self) -> list[list[int]]:
+        """Prompts that push the others out of a pool that holds them all, as several requests with states take."""
+        return [make_prompt(900 + seed, 1900) for seed in range(8)] if self.has_states else []
 
 
 ATTENTION = (CYCLE, [WHOLE_TOKENS] * len(CYCLE), GREEDY)
@@ -100,7 +105,7 @@ class Bench:
         num_device_blocks: int | None = None,
         **arguments: Any,  # Any: vLLM's own
     ) -> EngineOptions:
-        """Return how to start an engine; the pool holds a part of the prompts."""
+        """Return how to start an engine, with the kind's own pool unless a size is given."""
         blocks = self.kind.num_device_blocks if num_device_blocks is None else num_device_blocks
         is_asynchronous = self.kind.is_asynchronous and settings is not None
         if self.kind.has_states:
@@ -149,6 +154,7 @@ def test_prompts_that_left_the_pool_are_answered_from_host_memory(bench: Bench) 
     with bench.engines.borrow(bench.on_host) as engine:
         scheduler = engine.call("scheduler")
         first = engine.call("generate_in_turn", kind.prompts, kind.sampling)
+        engine.call("generate_in_turn", kind.others, {"temperature": 0.0, "max_tokens": 1})
         again = engine.call("generate_in_turn", kind.prompts, kind.sampling)
         from_host = engine.call("stats")["connector.loaded_tokens.CPU"]
         engine.call("forget_device")
@@ -234,7 +240,10 @@ def test_the_comparison_sees_a_zeroed_and_a_swapped_block(bench: Bench) -> None:
 
 @each("Gemma")
 def test_the_comparison_sees_one_wrong_window_block(bench: Bench) -> None:
-    sampling = {**GREEDY, "max_tokens": 32}  # what one layer sees of a window changes an answer less than others
+    sampling = {
+        **GREEDY,
+        "max_tokens": 32,
+    }  # what one layer sees of a window changes an answer less than others
     expected = bench.alone.answers(
         bench.options(None, CONTROL_POOL_BLOCKS), "generate_in_turn", FOUR[:2], sampling
     )
