@@ -5,12 +5,16 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 import pytest
 from tests.e2e.vllm.answers import Answer
 from tests.e2e.vllm.engine_host import EngineOptions
 from tests.e2e.vllm.engine_pool import Alone, EnginePool, make_once
 from tests.e2e.vllm.prompts import GREEDY, make_cycle
+
+if TYPE_CHECKING:
+    from tests.e2e.vllm.bench import Bench
 
 NUM_PROMPTS = 10
 """Prompts of the longest cycle: more than the largest pool of these tests holds."""
@@ -20,6 +24,7 @@ CONTROL_POOL_BLOCKS = 600
 
 
 LONGEST_FIRST = (
+    "test_hard_times",
     "test_models",
     "test_recurrent_drafts",
     "test_shared_parts",
@@ -118,3 +123,12 @@ def llama_controls(llama: str, alone: Alone) -> list[Answer]:
     """Return the answers of the Llama without kvtier to the first prompts of the cycle, one at a time."""
     options = EngineOptions(llama, num_device_blocks=CONTROL_POOL_BLOCKS)
     return alone.answers(options, "generate_in_turn", make_cycle(NUM_PROMPTS), GREEDY)
+
+
+@pytest.fixture
+def bench(request: pytest.FixtureRequest, engines: EnginePool, alone: Alone) -> "Bench":
+    """Return what a test has of the kind that it is parametrized with; a Llama unless it says so."""
+    from tests.e2e.vllm.bench import KINDS, Bench
+
+    kind = KINDS[getattr(request, "param", "Llama")]
+    return Bench(kind, request.getfixturevalue(kind.checkpoint), engines, alone)
