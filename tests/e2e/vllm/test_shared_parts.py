@@ -195,10 +195,8 @@ def test_latents_are_kept_once_and_answer_as_those_of_the_device_do(
     for answers in answers_of:
         assert_same(answers, from_device)
         assert [answer.num_cached_tokens for answer in answers] == [LATENT_TOKENS] * 4
-    # A prompt's last token and all but the last of its answer fill two more blocks.
-    assert (
-        stored["connector.store_bytes"] == 4 * (LATENT_TOKENS + 2 * LATENT_BLOCK_TOKENS) * LATENT_TOKEN_BYTES
-    )
+    # A prompt's last token and all but the last of its answer fill one more block.
+    assert stored["connector.store_bytes"] == 4 * (LATENT_TOKENS + LATENT_BLOCK_TOKENS) * LATENT_TOKEN_BYTES
     assert stats["connector.load_bytes"] == 2 * 4 * LATENT_TOKENS * LATENT_TOKEN_BYTES
 
 
