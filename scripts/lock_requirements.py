@@ -1,10 +1,10 @@
 """Writes `requirements/`: every package of the project's environments with its version and the hashes of its files.
 
-`make demo`, `make venv`, `make test-vllm` and `make test-sglang` install from there with `pip --require-hashes`, so that what a
-package's index serves later is refused unless it is the file that was tested. A version that is locked stays until
-`--upgrade PACKAGE` or `--upgrade-all`. torch and what comes with its builds for CUDA are left out: which build fits
-depends on the machine, so `constraints.txt` pins torch's version alone. Needs uv, which is not part of any environment:
-`pip install uv`.
+`make demo`, `make venv`, `make test-vllm` and `make test-sglang` install from there with `pip --require-hashes`, so
+that what a package's index serves later is refused unless it is the file that was tested. A version that is locked
+stays until `--upgrade PACKAGE` or `--upgrade-all`. torch and what comes with its builds for CUDA are left out: which
+build fits depends on the machine, so `constraints.txt` pins torch's version alone. Needs uv, which is not part of any
+environment: `pip install uv`.
 """
 
 import argparse

@@ -4,8 +4,8 @@
 
 No test may depend on how threads or processes interleave, and on an idle machine hardly any interleaving but the usual
 one happens. The loops run at the same niceness as the tests, 19, so that both get equal shares: next to four loops, the
-three processes of ``make test`` get less than half of the machine. At niceness 19 next to loops at 0, in the same session, they
-would get less than a hundredth, and no test would end. Nothing else on the machine is slowed down.
+three processes of ``make test`` get less than half of the machine. At niceness 19 next to loops at 0, in the same
+session, they would get less than a hundredth, and no test would end. Nothing else on the machine is slowed down.
 
 The limits of pytest that end a test that hangs are lengthened: they are guards, and no test may need them.
 """
