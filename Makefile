@@ -117,7 +117,7 @@ fuzz: $(STAMP)  ## the tests of Hypothesis with EXAMPLES times their examples, o
 storm: $(STAMP)  ## the connector, managers and tiers under every fault at once for a minute, or make storm SEED=7 ARGS="--minutes 10"
 	$(BIN)/python -m tests.storm $(if $(SEED),--seed $(SEED)) $(or $(ARGS),--minutes 1)
 
-mutants: $(STAMP)  ## which planted bugs the storm finds, and which the suites: half an hour
+mutants: $(STAMP)  ## which planted bugs the storm finds, and which the suites: a quarter of an hour
 	$(BIN)/python -m scripts.mutants $(ARGS)
 
 fuzz-parsers: $(STAMP)  ## the parsers of foreign bytes, ten minutes each: ARGS="reply --seconds 60"

@@ -254,6 +254,7 @@ MUTANTS = (
         "tiering/valkey/cluster.py",
         'is_asking=code == "ASK"',
         "is_asking=False",
+        "tests/tiering/valkey/test_cluster.py",
     ),
     Mutant(
         "a transfer into Mooncake that failed counts as stored",
