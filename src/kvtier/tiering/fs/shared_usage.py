@@ -278,11 +278,8 @@ class SharedUsage:
         self._file_mode = file_mode
         self._wall_clock = wall_clock
         self._unwritten: deque[Change] = deque()
-        self._lock = threading.Lock()
-        self._turn = threading.Lock()
-        self._open_bytes = 0
-        self._surplus_bytes = 0
-        self._recorded_in_flight_bytes = 0
+        self._lock, self._turn = threading.Lock(), threading.Lock()
+        self._open_bytes = self._surplus_bytes = self._recorded_in_flight_bytes = 0
 
     def reserve(self, num_blocks: int, block_bytes: int) -> Grant:
         """Take room for as many of ``num_blocks`` as the capacity allows; end the reservation afterwards.
@@ -411,46 +408,48 @@ class SharedUsage:
         if not self._turn.acquire(timeout=LOCK_ATTEMPTS * MAX_LOCK_PAUSE_S):
             yield update
             return
-        leftover = [self._unwritten.popleft() for _ in range(len(self._unwritten))]
-        fd = -1
         try:
-            fd = open_shared_file(self._path, self._file_mode)
-            # A record that was removed while this waited for its lock is not written: no other process would read it.
-            if lock_file(fd) and os.fstat(fd).st_nlink:
-                record = unpack_record(os.pread(fd, MAX_RECORD_BYTES, 0)).joined(
-                    self._id, self._capacity_bytes, self._wall_clock(), self._recorded_in_flight_bytes
-                )
-                for change in leftover:
-                    record = record.changed(self._id, change)
-                update.record = record
-        except (FileNotFoundError, NotADirectoryError):
-            pass  # the directory was removed: the evictor makes it again, and the log has one line about it
-        except OSError as error:
-            self._on_fault(update, error)
-        try:
-            yield update
-            if update.record is not None:
-                member = update.record.members.get(self._id, UsageMember(0, 0, 0.0))
-                self._recorded_in_flight_bytes = member.in_flight_bytes
-                if len(update.record.members) > MAX_MEMBERS:
-                    update.record = update.record.without_dead(self._id.owner, self._wall_clock())
-                os.pwrite(fd, update.record.pack(), 0)
-                update.is_written = True
-                if self._outage.is_out:
-                    self._outage.on_success("count")
-        except OSError as error:
-            self._on_fault(update, error)
+            leftover = [self._unwritten.popleft() for _ in range(len(self._unwritten))]
+            fd = -1
+            try:
+                fd = open_shared_file(self._path, self._file_mode)
+                # A record that was removed while this waited for its lock is not written: no other process reads it.
+                if lock_file(fd) and os.fstat(fd).st_nlink:
+                    record = unpack_record(os.pread(fd, MAX_RECORD_BYTES, 0)).joined(
+                        self._id, self._capacity_bytes, self._wall_clock(), self._recorded_in_flight_bytes
+                    )
+                    for change in leftover:
+                        record = record.changed(self._id, change)
+                    update.record = record
+            except (FileNotFoundError, NotADirectoryError):
+                pass  # the directory was removed: the evictor makes it again, and the log has one line about it
+            except OSError as error:
+                self._on_fault(update, error)
+            try:
+                yield update
+                if update.record is not None:
+                    member = update.record.members.get(self._id, UsageMember(0, 0, 0.0))
+                    self._recorded_in_flight_bytes = member.in_flight_bytes
+                    if len(update.record.members) > MAX_MEMBERS:
+                        update.record = update.record.without_dead(self._id.owner, self._wall_clock())
+                    os.pwrite(fd, update.record.pack(), 0)
+                    update.is_written = True
+                    if self._outage.is_out:
+                        self._outage.on_success("count")
+            except OSError as error:
+                self._on_fault(update, error)
+            finally:
+                if not update.is_written:
+                    self._unwritten.extend(leftover)
+                # An error that went on from here would end a reservation before it is recorded as one: its room would
+                # be taken for as long as this process lives. The record was written all the same, or it was not.
+                with suppress(OSError, ValueError):  # the latter where it could not be opened
+                    try:
+                        # Closing alone would not do: a child that was forked meanwhile has the same lock.
+                        fcntl.flock(fd, fcntl.LOCK_UN)
+                    finally:
+                        os.close(fd)
         finally:
-            if not update.is_written:
-                self._unwritten.extend(leftover)
-            # An error that went on from here would end a reservation before it is recorded as one: its room would be
-            # taken for as long as this process lives. The record was written all the same, or it was not.
-            with suppress(OSError, ValueError):  # the latter where it could not be opened
-                try:
-                    # Closing alone would not do: a child that was forked meanwhile has the same lock.
-                    fcntl.flock(fd, fcntl.LOCK_UN)
-                finally:
-                    os.close(fd)
             self._turn.release()
 
     def _on_fault(self, update: "_Update", error: OSError) -> None:
