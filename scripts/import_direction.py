@@ -27,6 +27,8 @@ LAYERS: tuple[frozenset[str], ...] = (
             "registry",
             "namespace",
             "base",
+            "handler",
+            "keys",
             "cost_model",
             "locations",
             "misses",
@@ -138,7 +140,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
 }
 """Outside library -> the modules and folders of the package that may import it."""
 
-OUTSIDE_FOR_TYPES = {"torch": ("base",)}
+OUTSIDE_FOR_TYPES = {"torch": ("handler",)}
 """Under TYPE_CHECKING only: the contract of a KV cache names the tensor it holds."""
 
 
@@ -277,7 +279,7 @@ def circles(imports: Iterable[Import], modules: Iterable[str]) -> list[list[str]
     """Return one circle for each set of modules that import each other, shortest first.
 
     A package's ``__init__`` that re-exports its own modules makes no circle with them: importing a sibling
-    loads the package anyway.
+    loads the package anyway. What is imported for types alone loads nothing.
     """
     known = set(modules)
     graph: dict[str, set[str]] = {name: set() for name in known}
@@ -285,7 +287,8 @@ def circles(imports: Iterable[Import], modules: Iterable[str]) -> list[list[str]
         target = found.target
         while target and target not in known:
             target = target.rpartition(".")[0]
-        if target and target != found.module and not found.module.startswith(f"{target}."):
+        is_loaded = not found.is_for_types and not found.module.startswith(f"{target}.")
+        if target and target != found.module and is_loaded:
             graph[found.module].add(target)
     unique: dict[frozenset[str], list[str]] = {}
     for name in sorted(known):

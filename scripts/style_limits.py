@@ -342,14 +342,21 @@ _Classes: TypeAlias = dict[tuple[str, str], _Class]
 
 def _classes(package: Package) -> _Classes:
     found: _Classes = {}
+    origins = {module: _imported_names(source) for module, source in package.items()}
     for module, source in package.items():
-        origins = _imported_names(source)
         for node in source.tree.body:
             if isinstance(node, ast.ClassDef):
                 names = [ast.unparse(base).partition("[")[0] for base in node.bases]
-                bases = tuple(origins.get(name, (module, name)) for name in names)
+                bases = tuple(_home(module, name, origins) for name in names)
                 found[module, node.name] = _Class(node, bases)
     return found
+
+
+def _home(module: str, name: str, origins: Mapping[str, Mapping[str, tuple[str, str]]]) -> tuple[str, str]:
+    """Return the module that defines a name and its name there; modules in between re-export it."""
+    while name in origins.get(module, ()):
+        module, name = origins[module][name]
+    return module, name
 
 
 def _ancestors(found: _Class, classes: _Classes) -> list[_Class]:

@@ -1,180 +1,94 @@
-"""The vocabulary and the contracts: keys, load/store specs, events, manager, spec, canonical KV caches.
+"""The contracts of an offloading back end: its manager, its spec, and the names of ``kvtier.keys`` and ``handler``.
 
 There are two halves. On the scheduler side an OffloadingManager knows which blocks are held, reserves room and pins
-blocks that are read. On the worker side handlers copy bytes between media, as a pair of LoadStoreSpecs describes. An
-OffloadingSpec builds both halves from one OffloadingConfig.
+blocks that are read. On the worker side handlers copy bytes between media, as a pair of LoadStoreSpecs describes
+(``kvtier.handler``). An OffloadingSpec builds both halves from one OffloadingConfig.
 
 Source: the contracts follow vLLM's KV offloading subsystem as of May 2026 (pull requests 37874 and 36644).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple, NewType, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, NewType, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-from kvtier.config import OffloadingConfig
-from kvtier.errors import KVCacheLayoutError
-from kvtier.hints.values import RequestHints, parse_hints
+from kvtier.config import ModelIdentity, OffloadingConfig
+from kvtier.handler import (
+    BlockIds,
+    BlockIDsLoadStoreSpec,
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingHandler,
+    TransferJobId,
+    TransferResult,
+    TransferSpec,
+    TransferType,
+)
 from kvtier.histogram import HistogramSnapshot
+from kvtier.keys import (
+    GROUP_INDEX_BYTES,
+    MAX_TENANT_NUMBER,
+    TENANT_BYTES,
+    TENANT_MARK,
+    TENANT_SUFFIX_BYTES,
+    OffloadKey,
+    ReqContext,
+    get_offload_block_hash,
+    get_offload_group_idx,
+    get_offload_tenant,
+    make_offload_key,
+    make_offload_keys,
+)
+from kvtier.locations import BlockLocator
+from kvtier.misses import Miss
+from kvtier.operating import DrainResult, DroppedBlocks, PinnedBlocks, Purge
 
-if TYPE_CHECKING:
-    import torch
-
-OffloadKey = NewType("OffloadKey", bytes)
-"""Content hash of a block and of its whole prefix, its tenant's number if it has one, the KV group index. Bytes, not a
-tuple: millions of them must not burden the garbage collector."""
-
-TransferJobId = NewType("TransferJobId", int)
-"""A job of the connector: device -> primary or primary -> device."""
+__all__ = [
+    "GROUP_INDEX_BYTES",
+    "MAX_TENANT_NUMBER",
+    "TENANT_BYTES",
+    "TENANT_MARK",
+    "TENANT_SUFFIX_BYTES",
+    "BlockIDsLoadStoreSpec",
+    "BlockIds",
+    "CanonicalKVCacheRef",
+    "CanonicalKVCacheTensor",
+    "CanonicalKVCaches",
+    "GPULoadStoreSpec",
+    "HandlerEntry",
+    "JobId",
+    "LoadStoreSpec",
+    "Locality",
+    "OffloadKey",
+    "OffloadingEvent",
+    "OffloadingHandler",
+    "OffloadingManager",
+    "OffloadingSpec",
+    "PrepareStoreOutput",
+    "ReqContext",
+    "RowMemory",
+    "Run",
+    "TransferJobId",
+    "TransferResult",
+    "TransferSpec",
+    "TransferType",
+    "get_offload_block_hash",
+    "get_offload_group_idx",
+    "get_offload_tenant",
+    "make_offload_key",
+    "make_offload_keys",
+    "overrides",
+]
 
 JobId = NewType("JobId", int)
 """A job of a secondary tier: primary -> tier or tier -> primary."""
 
-BlockIds = npt.NDArray[np.int64]
-"""Numbers of device blocks or slots, shape (num_blocks,)."""
-
-GROUP_INDEX_BYTES = 4
-"""Bytes behind the hash of a block without a tenant: the group index, below 256, so that the first three are zero."""
-
-TENANT_BYTES = 7
-TENANT_SUFFIX_BYTES = TENANT_BYTES + 1
-"""Bytes behind the hash of a tenant's block, its number and the group: a header has room for them and a SHA-256."""
-
-MAX_TENANT_NUMBER = 2 ** (8 * TENANT_BYTES) - 1
-TENANT_MARK = 2**24 - 1
-"""Bits of a tenant's number that are never all zero, where a key without one has zeros: so a key tells which it is."""
-
-# Slices that are written out are made again for each key, which takes as long as the rest.
-_MARK, _TENANT = slice(-GROUP_INDEX_BYTES, -1), slice(-TENANT_SUFFIX_BYTES, -1)
-_PLAIN_HASH, _TENANTS_HASH = slice(-GROUP_INDEX_BYTES), slice(-TENANT_SUFFIX_BYTES)
-_NO_TENANT, _read_number = bytes(GROUP_INDEX_BYTES - 1), int.from_bytes
-
-
-def make_offload_key(block_hash: bytes, group_idx: int, tenant: int = 0) -> OffloadKey:
-    """Return the key of a block with that content hash; otherwise as ``make_offload_keys``. Pure."""
-    return make_offload_keys((block_hash,), group_idx, tenant)[0]
-
-
-def make_offload_keys(block_hashes: Iterable[bytes], group_idx: int, tenant: int = 0) -> list[OffloadKey]:
-    """Return the key of each block of one group, in order. Pure.
-
-    Args:
-        block_hashes: content hashes, each of a block and of its whole prefix.
-        group_idx: KV group, below 256.
-        tenant: number of the request's tenant (``kvtier.tenants.tenant_number``); 0 for none.
-
-    Raises:
-        OverflowError: the group or the number is none of these.
-    """
-    if not 0 <= group_idx < 256:
-        raise OverflowError(f"group_idx={group_idx}: must be 0 to 255, a key has one byte for it")
-    if tenant and not (tenant & TENANT_MARK and 0 < tenant <= MAX_TENANT_NUMBER):
-        raise OverflowError(f"tenant={tenant}: must be 0, or below 2^56 and no multiple of 2^24")
-    suffix = (tenant << 8 | group_idx).to_bytes(TENANT_SUFFIX_BYTES if tenant else GROUP_INDEX_BYTES, "big")
-    return [OffloadKey(block_hash + suffix) for block_hash in block_hashes]
-
-
-def get_offload_block_hash(key: OffloadKey) -> bytes:
-    """Return the content hash that ``key`` was made from. Pure."""
-    return key[_PLAIN_HASH if key[_MARK] == _NO_TENANT else _TENANTS_HASH]
-
-
-def get_offload_group_idx(key: OffloadKey) -> int:
-    """Return the KV group index that ``key`` was made from. Pure."""
-    return key[-1]
-
-
-def get_offload_tenant(key: OffloadKey) -> int:
-    """Return the number of the tenant that ``key`` was made for; 0 for none. Pure."""
-    return 0 if key[_MARK] == _NO_TENANT else _read_number(key[_TENANT])
-
-
-@dataclass(eq=False, slots=True)
-class ReqContext:
-    """One request for managers and tiers; compared by identity.
-
-    The same object reaches every manager and tier call made for the request.
-
-    Attributes:
-        req_id: the engine's id of the request.
-        kv_transfer_params: the client's hints, unchanged by the engine.
-    """
-
-    req_id: str
-    kv_transfer_params: dict[str, Any] | None = None  # Any: a client's JSON, read where it is used
-    _hints: RequestHints | None = field(default=None, init=False, repr=False)
-
-    @property
-    def hints(self) -> RequestHints:
-        """The hints among ``kv_transfer_params``; they are read when they are first asked for, and then never again."""
-        if self._hints is None:
-            self._hints = parse_hints(self.kv_transfer_params)
-        return self._hints
-
-
-class LoadStoreSpec(ABC):
-    """Where the bytes of a transfer are, on one medium."""
-
-    @staticmethod
-    @abstractmethod
-    def medium() -> str:
-        """Return the name of the medium, for example "GPU"."""
-
-
-class BlockIDsLoadStoreSpec(LoadStoreSpec, ABC):
-    """Blocks named by number.
-
-    Args:
-        block_ids: block or slot numbers, any iterable of integers.
-    """
-
-    def __init__(self, block_ids: Iterable[int]) -> None:
-        if isinstance(block_ids, np.ndarray):
-            self.block_ids: BlockIds = block_ids.astype(np.int64, copy=False).reshape(-1)
-        else:  # np.asarray takes half as long again for a list of numbers, because it looks for nesting
-            self.block_ids = np.fromiter(block_ids, np.int64)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.block_ids.tolist()})"
-
-
-class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
-    """Device blocks, ordered by KV group.
-
-    Args:
-        block_ids: device block numbers, all groups one after another.
-        group_sizes: how many of them belong to each group.
-        block_indices: for each group the index, within the request, of its first block here, so that a
-            worker can enter the middle of an offloaded block.
-
-    Raises:
-        KVCacheLayoutError: the lengths disagree.
-    """
-
-    def __init__(
-        self, block_ids: Iterable[int], group_sizes: Sequence[int], block_indices: Sequence[int]
-    ) -> None:
-        super().__init__(block_ids)
-        self.group_sizes = tuple(group_sizes)
-        self.block_indices = tuple(block_indices)
-        if sum(self.group_sizes) != len(self.block_ids):
-            raise KVCacheLayoutError(
-                f"group_sizes={self.group_sizes} sum to {sum(self.group_sizes)} but there are "
-                f"{len(self.block_ids)} block ids: give one size for each group, in order"
-            )
-        if len(self.group_sizes) != len(self.block_indices):
-            raise KVCacheLayoutError(
-                f"{len(self.group_sizes)} group sizes but {len(self.block_indices)} block indices: "
-                "give one of each for every group"
-            )
-
-    @staticmethod
-    def medium() -> str:
-        return "GPU"
+NOTHING_PROMOTED: Mapping[OffloadKey, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,12 +134,30 @@ class OffloadingEvent:
     locality: Locality | None = Locality.LOCAL
 
 
+class Run(NamedTuple):
+    """What a manager holds of a request's keys.
+
+    Attributes:
+        num_held: how many of them, from the first, can be loaded now or later.
+        num_ready: how many of these can be loaded now; the answer is final when it equals ``num_held``.
+    """
+
+    num_held: int
+    num_ready: int
+
+
 class OffloadingManager(ABC):
     """The scheduler side: which blocks are held, in which slots, and which requests pin them.
 
     Called from one thread; must not block. Keys come first and positionally. A block is pinned from
-    prepare_* to complete_*; a pinned block is not evicted.
+    prepare_* to complete_*; a pinned block is not evicted. Three methods must be written. The others have defaults:
+    those that ask for an ability return None where the manager does not have it.
+
+    Attributes:
+        locator: finds blocks without promoting them; None where the manager cannot.
     """
+
+    locator: BlockLocator | None = None
 
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
@@ -258,6 +190,42 @@ class OffloadingManager(ABC):
             req_context: the request.
         """
 
+    def find_run(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Run:
+        """Return how many leading ``keys`` are held, for a group whose every block is needed.
+
+        A key in flight counts as held, so that those behind it are looked up too.
+        """
+        num_ready = 0
+        for num_held, key in enumerate(keys):
+            answer = self.lookup(key, req_context)
+            if answer is False:
+                return Run(num_held, num_ready)
+            if answer and num_ready == num_held:
+                num_ready += 1
+        return Run(len(keys), num_ready)
+
+    def find_window(self, keys: Sequence[OffloadKey], num_blocks: int, req_context: ReqContext) -> Run:
+        """Return where the right-most run of ``num_blocks`` held blocks ends, else the length of the leading run.
+
+        For groups that need only a tail of the prefix: sliding windows, recurrent states. A key in flight counts as
+        held, unless a key to the left of it is absent: then it can no longer be part of the answer.
+
+        Returns:
+            ``num_ready`` is 0 while a block of the run that would be the answer is in flight.
+        """
+        length = num_pending = 0
+        for position in range(len(keys) - 1, -1, -1):
+            answer = self.lookup(keys[position], req_context)
+            if answer is False:
+                length = num_pending = 0
+                continue
+            length += 1
+            num_pending += answer is None
+            if length == num_blocks:
+                length += position
+                break
+        return Run(length, 0 if num_pending else length)
+
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Mark ``keys`` as recently used, the first of them most; unknown keys are ignored."""
 
@@ -278,6 +246,22 @@ class OffloadingManager(ABC):
         del req_context
         return False
 
+    def promoted_for(self, req_context: ReqContext) -> Mapping[OffloadKey, str]:
+        """Return the blocks that were promoted while the request waited for them, each with its tier's type.
+
+        Called before the request's prepare_load, which ends its wait. Blocks that were in host memory, or were written
+        to it by the device, are not among them; neither are blocks that arrived after the request's deadline.
+        """
+        del req_context
+        return NOTHING_PROMOTED
+
+    def will_have_room(self) -> bool:
+        """Return True when a store that had no room may have it in a later step, although no request ends."""
+        return False
+
+    def on_unstored(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
+        """Handle that ``keys`` of a request that has ended had no room, and are not offered again."""
+
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return the events since the last call, oldest first, and drop them."""
         return ()
@@ -292,8 +276,75 @@ class OffloadingManager(ABC):
         """Return True while planned loads wait for end_step; transfers that have started do not count."""
         return False
 
+    def explain(
+        self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
+    ) -> Miss | None:
+        """Return why ``key`` is missing; None when nothing is known of it. Changes nothing.
+
+        The connector calls this once for a request whose search has its final answer, for the first block that is
+        missing, before it prepares the load of what was found.
+
+        Args:
+            key: the block.
+            req_context: the request.
+            behind: the next blocks of its prefix, a few of them, for those who remember only some.
+        """
+        return None
+
+    def pin(self, keys: Collection[OffloadKey], lease_s: float) -> PinnedBlocks | None:
+        """Keep ``keys`` in host memory for ``lease_s`` seconds from now, from the moment they are ready.
+
+        A lease that ends later stays as it is. A reset ends every lease.
+
+        Raises:
+            PinLimitError: more blocks would be pinned than may be; nothing has changed.
+        """
+        return None
+
+    def unpin(self, keys: Collection[OffloadKey] | None) -> int | None:
+        """End the leases of ``keys``, or all for None; return how many there were."""
+        return None
+
+    def drop(self, keys: Collection[OffloadKey]) -> DroppedBlocks | None:
+        """Forget ``keys``, whose bytes are wrong, in every tier, and end their leases.
+
+        A secondary tier is not asked for them again by this engine. Those that host memory uses stay there: call again
+        in a later step, and load them no more until then.
+        """
+        return None
+
+    def purge(self, tiers: Collection[str] | None, tenant: int | None = None) -> Purge | None:
+        """Begin to forget every block that is not in use, and end its lease; it goes on whether or not anyone waits.
+
+        While another purge is under way both are one, with the tiers of both.
+
+        Args:
+            tiers: names of tiers, "host" for host memory; None: all.
+            tenant: number of the tenant of requests whose blocks are to go; None: all.
+
+        Raises:
+            ControlError: a purge of other blocks is under way; nothing has changed.
+            UnknownNameError: there is no such tier; nothing has changed.
+        """
+        return None
+
+    def drain(self, timeout_s: float) -> DrainResult:
+        """Wait until the tiers have got and ended what is pending for them, or ``timeout_s`` has passed."""
+        del timeout_s
+        return DrainResult()
+
     def reset(self) -> None:
         """Forget every block; slots of transfers in flight are freed when those are reported."""
+
+    def switch_model(self, model: ModelIdentity | None) -> None:
+        """Forget every block, as ``reset`` does, and go on with those of other weights.
+
+        Args:
+            model: the weights that are loaded now; what other engines have stored of them is found from now on. None
+                for weights that nothing names: their blocks are kept in host memory alone.
+        """
+        del model
+        self.reset()
 
     def stats(self) -> dict[str, float]:
         """Return counters and gauges by dotted name. Thread: any."""
@@ -305,118 +356,6 @@ class OffloadingManager(ABC):
 
     def shutdown(self) -> None:
         """End every thread and free every resource; idempotent."""
-
-
-class OffloadingHandler(ABC):
-    """The worker side of one direction: copies between two media, asynchronously.
-
-    Called from one thread.
-    """
-
-    @abstractmethod
-    def transfer_async(self, job_id: TransferJobId, spec: "TransferSpec") -> bool:
-        """Start a transfer; False when it could not be started, and then it is never reported."""
-
-    @abstractmethod
-    def get_finished(self) -> list["TransferResult"]:
-        """Return the jobs that ended since the last call, each exactly once; does not block."""
-
-    @abstractmethod
-    def wait(self, job_ids: set[TransferJobId]) -> None:
-        """Block until each of ``job_ids`` has succeeded or failed; unknown ids are ignored."""
-
-    def shutdown(self) -> None:
-        """Shut down the handler after its started copies; idempotent."""
-
-
-class JoiningHandler(ABC):
-    """Optional contract of a handler that copies small transfers of many requests with one call.
-
-    Called from the thread that calls the handler.
-    """
-
-    @abstractmethod
-    def transfer_joined(self, jobs: "Mapping[TransferJobId, TransferSpec]") -> set[TransferJobId]:
-        """Start transfers in their order, each with the outcome that it would have alone.
-
-        Returns:
-            Those that were started; each of them is reported by itself, the others never.
-        """
-
-
-class TransferSpec(NamedTuple):
-    """A transfer: source and destination."""
-
-    source: LoadStoreSpec
-    destination: LoadStoreSpec
-
-
-class TransferType(NamedTuple):
-    """The media of a transfer, for example ("GPU", "CPU")."""
-
-    source: str
-    destination: str
-
-
-@dataclass(frozen=True, slots=True)
-class TransferResult:
-    """Result of a transfer.
-
-    Attributes:
-        job_id: the job.
-        success: False when any byte may be missing.
-        transfer_size: bytes moved, without padding.
-        transfer_time: seconds of the copy itself.
-        transfer_type: the media.
-        deviations: of a job that compares instead of copying, how far each block is from what is held, in the order of
-            its slots: 0 for equal bytes, at most 1 within the tolerance.
-    """
-
-    job_id: TransferJobId
-    success: bool
-    transfer_size: int | None = None
-    transfer_time: float | None = None
-    transfer_type: TransferType | None = None
-    deviations: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class CanonicalKVCacheTensor:
-    """One tensor of the engine's KV cache, as bytes.
-
-    Attributes:
-        tensor: shape (num_blocks, page_size_bytes), int8, on the device; rows may be strided.
-        page_size_bytes: bytes from the start of one page to its end, padding included.
-    """
-
-    tensor: "torch.Tensor"
-    page_size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class CanonicalKVCacheRef:
-    """A layer's bytes within a canonical tensor.
-
-    Attributes:
-        tensor_idx: index into ``CanonicalKVCaches.tensors``.
-        page_size_bytes: bytes of one page without padding; they are the first of the tensor's page.
-    """
-
-    tensor_idx: int
-    page_size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class CanonicalKVCaches:
-    """The KV cache of one worker in the form that handlers use.
-
-    Attributes:
-        tensors: the tensors, in the order of their bytes in a row.
-        group_data_refs: for each KV group what to copy, in the order of the bytes in a row.
-    """
-
-    tensors: list[CanonicalKVCacheTensor]
-    group_data_refs: list[list[CanonicalKVCacheRef]]
 
 
 class HandlerEntry(NamedTuple):
@@ -456,6 +395,39 @@ class OffloadingSpec(ABC):
     def get_handlers(self, kv_caches: CanonicalKVCaches) -> Iterator[HandlerEntry]:
         """Yield the worker side: each handler with the classes of its source and destination specs."""
 
+    def region_identity(self) -> tuple[int, int] | None:
+        """Return the identity of the memory region that this half has mapped; None when its halves share none.
+
+        It is the same two numbers in all processes that share the memory, and others on another machine. The scheduler
+        half starts no transfer until every worker has reported the identity that it has itself. The worker half calls
+        this after ``get_handlers``, the scheduler half after ``get_manager``.
+        """
+        return None
+
+    def seal_region(self) -> None:
+        """Unlink the region's name: all processes have mapped it."""
+
+    def audited_namespace(self) -> str | None:
+        """Return the namespace of the blocks that the handlers can compare, for people; None when they compare none.
+
+        Such handlers take a transfer from ``GPULoadStoreSpec`` to ``AuditLoadStoreSpec``, compare device blocks with
+        host memory and report the deviations.
+        """
+        return None
+
+    def audited_groups(self) -> frozenset[int]:
+        """Return the KV groups whose blocks the handlers can compare."""
+        return frozenset()
+
+    def detach_kv_caches(self) -> None:
+        """Drop every reference to a device tensor when begun copies have ended; what was stored stays. Idempotent.
+
+        For engines that remove their KV cache to free the device's memory. Handlers report what they have begun, and
+        decline transfers, until ``get_handlers`` is called again: with tensors of the same layout, between which and
+        the same slots its handlers copy from then on. An engine whose spec does not override this keeps its KV cache:
+        it cannot be put to sleep.
+        """
+
     def shutdown(self) -> None:
         """Shut down what was built and free its memory; idempotent."""
 
@@ -468,3 +440,13 @@ class RowMemory(Protocol):
 
     def cleanup(self) -> None:
         """Free the memory; idempotent."""
+
+
+def overrides(method: Callable[..., object], default: Callable[..., object]) -> bool:
+    """Return whether an object's method is another than the contract's default, so that calling it has an effect.
+
+    Args:
+        method: of the object, for example ``manager.touch``.
+        default: of the contract, for example ``OffloadingManager.touch``.
+    """
+    return getattr(method, "__func__", method) is not default

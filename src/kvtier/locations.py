@@ -6,10 +6,10 @@ block in a tier starts its promotion; locating it starts nothing.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
-from kvtier.base import OffloadKey, ReqContext
 from kvtier.cost_model import LinkRate
+from kvtier.keys import OffloadKey, ReqContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +95,3 @@ class BlockLocator(Protocol):
 
     def end_wait(self, req_context: ReqContext) -> None:
         """End the wait of a request that starts without a load; blocks held for it may be evicted again."""
-
-
-@runtime_checkable
-class LocatingManager(Protocol):
-    """An optional ability of a manager: it says where blocks are, and what loading them costs, before it loads any."""
-
-    @property
-    def locator(self) -> BlockLocator:
-        """Return the lookup without side effects."""

@@ -4,15 +4,14 @@ Every prompt token has one origin. It came from device memory, from host memory,
 computed, for exactly one cause. For each request these counts sum to the length of its prompt.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from kvtier.base import OffloadKey, ReqContext
 from kvtier.errors import InvariantError, RecordError
+from kvtier.keys import OffloadKey
 
 Detail = Mapping[str, str | float]
 """What stands beside a cause: which tier's namespace differs, how many seconds ago a block left."""
@@ -91,25 +90,6 @@ NEVER_SEEN = Miss(MissCause.NEVER_SEEN)
 def not_stored(reason: NotStored, tier: str = HOST_ORIGIN) -> Miss:
     """Return the miss of a block that was computed here and not kept. Pure."""
     return Miss(MissCause.NOT_STORED, tier, MappingProxyType({"reason": reason.value}))
-
-
-class MissExplainer(ABC):
-    """Optional contract of a manager, and of a secondary tier, that remembers why blocks are missing."""
-
-    @abstractmethod
-    def explain(
-        self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
-    ) -> Miss | None:
-        """Return why ``key`` is missing; None when nothing is known of it. Changes nothing and must not block.
-
-        The scheduler half calls a manager once for a request whose search has its final answer, for the first block
-        that is missing, before it prepares the load of what was found.
-
-        Args:
-            key: the block.
-            req_context: the request.
-            behind: the next blocks of its prefix, a few of them, for those who remember only some.
-        """
 
 
 class MissedRun(NamedTuple):

@@ -1,13 +1,9 @@
-"""What operators can do to a manager beside the engine's calls: optional contracts, each an ability of its own.
+"""What pinning, purging, dropping and draining have done: the results of ``OffloadingManager``'s methods."""
 
-They are called on the manager's thread, between two steps, and do not block.
-"""
-
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
-from kvtier.base import OffloadKey, ReqContext
+from kvtier.keys import OffloadKey
 
 
 class PinnedBlocks(NamedTuple):
@@ -85,68 +81,3 @@ class DrainResult:
 
     def __bool__(self) -> bool:
         return self.has_ended and not self.num_lost_blocks and not self.num_pending_blocks
-
-
-@runtime_checkable
-class DrainingManager(Protocol):
-    """A manager with secondary tiers, which may have work after every store has ended, and which counts what is lost.
-
-    Called by the connector and the engine, not only for operators.
-    """
-
-    def drain(self, timeout_s: float) -> DrainResult:
-        """Wait until the tiers have got and ended what is pending for them, or ``timeout_s`` has passed."""
-
-    def will_have_room(self) -> bool:
-        """Return True when a store that had no room may have it in a later step, although no request ends."""
-
-    def on_unstored(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Handle that ``keys`` of a request that has ended had no room, and are not offered again."""
-
-
-@runtime_checkable
-class PinningManager(Protocol):
-    """Keeps blocks in host memory for a time."""
-
-    def pin(self, keys: Collection[OffloadKey], lease_s: float) -> PinnedBlocks:
-        """Keep ``keys`` from eviction for ``lease_s`` seconds from now, from the moment they are ready.
-
-        A lease that ends later stays as it is. A reset ends every lease.
-
-        Raises:
-            PinLimitError: more blocks would be pinned than may be; nothing has changed.
-        """
-
-    def unpin(self, keys: Collection[OffloadKey] | None) -> int:
-        """End the leases of ``keys``, or all for None; return how many there were."""
-
-
-@runtime_checkable
-class DroppingManager(Protocol):
-    """Drops single blocks, because their bytes are wrong."""
-
-    def drop(self, keys: Collection[OffloadKey]) -> DroppedBlocks:
-        """Forget ``keys`` in every tier, and end their leases.
-
-        A secondary tier is not asked for them again by this engine. Those that host memory uses stay there: call again
-        in a later step, and load them no more until then.
-        """
-
-
-@runtime_checkable
-class PurgingManager(Protocol):
-    """Forgets blocks, for good."""
-
-    def purge(self, tiers: Collection[str] | None, tenant: int | None = None) -> Purge:
-        """Begin to forget every block that is not in use, and end its lease; it goes on whether or not anyone waits.
-
-        While another purge is under way both are one, with the tiers of both.
-
-        Args:
-            tiers: names of tiers, "host" for host memory; None: all.
-            tenant: number of the tenant of requests whose blocks are to go; None: all.
-
-        Raises:
-            ControlError: a purge of other blocks is under way; nothing has changed.
-            UnknownNameError: there is no such tier; nothing has changed.
-        """

@@ -103,7 +103,7 @@ def test_an_import_downwards_is_allowed(module: str, target: str) -> None:
 
 
 def test_the_contract_of_a_kv_cache_names_torch_for_types_only() -> None:
-    assert objection(Import("kvtier.base", "torch", 1, is_for_types=True), TIERS) is None
+    assert objection(Import("kvtier.handler", "torch", 1, is_for_types=True), TIERS) is None
     assert objection(Import("kvtier.cpu.manager", "torch", 1, is_for_types=True), TIERS)
 
 
@@ -153,5 +153,15 @@ def test_a_package_that_re_exports_its_modules_is_no_circle(tmp_path: Path) -> N
     (tmp_path / "kvtier" / "cpu").mkdir(parents=True)
     (tmp_path / "kvtier" / "cpu" / "__init__.py").write_text("from kvtier.cpu.a import X\n", encoding="utf-8")
     write_package(tmp_path, cpu__a="from kvtier.cpu import b\n", cpu__b="")
+
+    assert violations(tmp_path) == []
+
+
+def test_what_is_imported_for_types_alone_makes_no_circle(tmp_path: Path) -> None:
+    write_package(
+        tmp_path,
+        cpu__a="from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from kvtier.cpu import b\n",
+        cpu__b="from kvtier.cpu.a import X\n",
+    )
 
     assert violations(tmp_path) == []

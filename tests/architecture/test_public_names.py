@@ -74,7 +74,8 @@ NAMES: dict[str, str] = {
 
 MANAGER = (
     "lookup prepare_load prepare_store touch complete_load complete_store take_events end_step request_finished "
-    "has_pending_work reset stats shutdown is_waiting note_request"
+    "has_pending_work reset stats shutdown is_waiting note_request find_run find_window explain locator "
+    "pin unpin purge drop drain switch_model promoted_for will_have_room on_unstored"
 )
 METHODS: dict[str, str] = {
     "kvtier.base:LoadStoreSpec": "medium",
@@ -87,7 +88,8 @@ METHODS: dict[str, str] = {
     "kvtier.cpu.shared_offload_region:SharedOffloadRegion": "create_next_view create_kv_memoryview cleanup seal",
     "kvtier.factory:OffloadingSpecFactory": "register_spec create_spec",
     "kvtier.tiering.base:SecondaryTierManager": "lookup submit_store submit_load get_finished get_tier_type touch "
-    "request_finished drain reset end_step drain_answered switch_model stats shutdown",
+    "request_finished drain reset end_step drain_answered switch_model stats shutdown lookup_run note_request "
+    "drop purge poll_purge explain probe open_place",
     "kvtier.tiering.example:ExampleSecondaryTier": "get_num_blocks clear",
     "kvtier.tiering.primary:CPUPrimaryTierOffloadingManager": "prepare_read complete_read prepare_write complete_write "
     "get_kv_memoryview shutdown",

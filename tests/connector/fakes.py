@@ -10,7 +10,6 @@ from kvtier.base import (
     BlockIDsLoadStoreSpec,
     CanonicalKVCaches,
     HandlerEntry,
-    JoiningHandler,
     LoadStoreSpec,
     OffloadingHandler,
     OffloadingManager,
@@ -203,7 +202,7 @@ class FakeHandler(OffloadingHandler):
         self.end(*[job_id for job_id in self.begun if job_id in job_ids])
 
 
-class FakeJoiningHandler(FakeHandler, JoiningHandler):
+class FakeJoiningHandler(FakeHandler):
     """Takes each call's jobs but those that it refuses."""
 
     def __init__(self, transfer_type: TransferType) -> None:

@@ -22,7 +22,7 @@ from kvtier.connector.request_state import EndedRequest
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.engines.common.step import CachedRequests, StepOutput
-from kvtier.misses import Miss, MissCause, MissedRun, MissExplainer, RequestRecord
+from kvtier.misses import Miss, MissCause, MissedRun, RequestRecord
 from kvtier.testing.clock import ManualClock
 
 PROMPT = list(range(18))
@@ -32,7 +32,7 @@ PARTIAL = Miss(MissCause.PARTIAL_BLOCK)
 NEVER_SEEN = Miss(MissCause.NEVER_SEEN)
 
 
-class ExplainingManager(CPUOffloadingManager, MissExplainer):
+class ExplainingManager(CPUOffloadingManager):
     """Gives one explanation of every block, and remembers what it was asked."""
 
     def __init__(self, miss: Miss | None = EVICTED) -> None:

@@ -35,13 +35,13 @@ ATTENTION, STATES, UNKNOWN = range(3)
 CONVOLUTION, SUM = 2, 256 + 4
 """Bytes within a layer's state: the beginning of a number of each part."""
 
-RNG = np.random.default_rng(3)
-
 
 class Pages:
     """Two tensors of padded pages, and handlers between them and as many rows."""
 
     def __init__(self) -> None:
+        # Of its own: a number near zero, whose exponent says little, would come with some order of the tests.
+        self._rng = np.random.default_rng(3)
         self.tensors = [self._draw() for _ in range(2)]
         canonical = [CanonicalKVCacheTensor(tensor, PADDED_BYTES) for tensor in self.tensors]
         refs = [CanonicalKVCacheRef(idx, 768) for idx in range(2)]
@@ -75,10 +75,11 @@ class Pages:
         """Change bits of one byte on the device."""
         self.tensors[layer].view(torch.uint8)[block, byte] ^= bits
 
-    @staticmethod
-    def _draw() -> torch.Tensor:
-        convolution = torch.from_numpy(RNG.standard_normal((NUM_BLOCKS, 128)).astype(np.float32)).bfloat16()
-        total = torch.from_numpy(RNG.standard_normal((NUM_BLOCKS, 128)).astype(np.float32))
+    def _draw(self) -> torch.Tensor:
+        convolution = torch.from_numpy(
+            self._rng.standard_normal((NUM_BLOCKS, 128)).astype(np.float32)
+        ).bfloat16()
+        total = torch.from_numpy(self._rng.standard_normal((NUM_BLOCKS, 128)).astype(np.float32))
         padding = torch.zeros((NUM_BLOCKS, PADDED_BYTES - 768), dtype=torch.int8)
         return torch.cat([convolution.view(torch.int8), total.view(torch.int8), padding], dim=1)
 

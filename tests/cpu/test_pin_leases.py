@@ -9,7 +9,7 @@ from kvtier.base import OffloadKey, ReqContext, make_offload_key
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.policies.registry import CACHE_POLICIES
 from kvtier.errors import InvariantError, PinLimitError, UnknownNameError
-from kvtier.operating import PinnedBlocks, PinningManager, PurgingManager
+from kvtier.operating import PinnedBlocks
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.examples import num_examples
 
@@ -205,11 +205,6 @@ def test_a_lease_without_its_hold_is_found(manager: CPUOffloadingManager) -> Non
 
     with pytest.raises(InvariantError, match="has a lease but no hold"):
         manager.check()
-
-
-def test_the_manager_has_both_abilities(manager: CPUOffloadingManager) -> None:
-    assert isinstance(manager, PinningManager)
-    assert isinstance(manager, PurgingManager)
 
 
 class PinnedCache(RuleBasedStateMachine):

@@ -35,7 +35,7 @@ from kvtier.observe.control_client import EngineConnection
 from kvtier.observe.control_server import ControlServer
 from kvtier.observe.control_wire import make_control_folder
 from kvtier.testing.tier_suite import key_of, make_rows
-from kvtier.tiering.base import JobMetadata, JobResult, ReachableTier, SecondaryTierManager, TierSettings
+from kvtier.tiering.base import JobMetadata, JobResult, SecondaryTierManager, TierSettings
 from kvtier.tiering.factory import create_secondary_tier
 from kvtier.tiering.spec import TieringOffloadingSpec
 
@@ -45,7 +45,7 @@ MARK = "sesame0123456789"
 """The secret, wherever one may stand."""
 
 
-class TellingTier(SecondaryTierManager, ReachableTier):
+class TellingTier(SecondaryTierManager):
     """A foreign tier that puts its key into everything it raises."""
 
     def __init__(

@@ -39,7 +39,6 @@ from kvtier.tenants import parse_tenants, tenant_number
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tiering_driver import TieringDriver
 from kvtier.tiering.base import (
-    BackendPurger,
     CascadeMode,
     JobMetadata,
     JobResult,
@@ -285,14 +284,13 @@ def test_a_purge_says_which_tiers_cannot(make_controlled: MakeControlled) -> Non
 def test_a_purge_that_takes_long_goes_on_without_its_client(
     make_controlled: MakeControlled,
 ) -> None:
-    class SlowTier(ExampleSecondaryTier, BackendPurger):
+    class SlowTier(ExampleSecondaryTier):
         """Removes until the test says that it has ended."""
 
-        purge = None  # type: ignore[assignment]  # a tier is purged in one of two ways
         outcome: PurgeOutcome | int = 3
         num_begun = 0
 
-        def begin_purge(self) -> None:
+        def purge(self, tenant: int | None = None) -> None:  # type: ignore[override]  # never at once
             self.num_begun += 1
 
         def poll_purge(self) -> PurgeOutcome | int:
@@ -432,7 +430,7 @@ def test_the_keys_of_a_prefix_are_those_that_its_load_reads() -> None:
 def test_a_failing_command_ends_neither_the_engine_nor_the_socket(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, folder: Path
 ) -> None:
-    def fail(tiers: object) -> None:
+    def fail(tiers: object, tenant: object) -> None:
         raise ZeroDivisionError("a foreign manager's own")
 
     monkeypatch.setattr(engine.manager, "purge", fail)

@@ -1,7 +1,7 @@
 """What the storm checks beside bytes: jobs reported once, no lie to a router, no error that only a thread has seen."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from tests.storm.place import StormPlace
 
@@ -11,7 +11,6 @@ from kvtier.base import (
     ReqContext,
     get_offload_tenant,
 )
-from kvtier.misses import Miss, MissExplainer
 from kvtier.testing.wrapped_tier import WrappedTier
 from kvtier.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 
@@ -23,7 +22,7 @@ class BrokenLawError(AssertionError):
     """A law that does not hold."""
 
 
-class WatchedTier(WrappedTier, MissExplainer):
+class WatchedTier(WrappedTier):
     """Passes everything on, and counts jobs: each is reported once, and with keys that it has.
 
     Blocks that it loads are no older than its time to live, and none is found of a tenant without a key.
@@ -51,7 +50,6 @@ class WatchedTier(WrappedTier, MissExplainer):
         self._keyless = keyless
         self._begun_s: dict[JobId, float] = {}
         self._may_lie = "repeat_ratio" in place.fault_names
-        self._explainer = inner if isinstance(inner, MissExplainer) else None
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         answer = super().lookup(key, req_context)
@@ -92,11 +90,6 @@ class WatchedTier(WrappedTier, MissExplainer):
         for job in self.open_jobs.values():
             if not job.is_promotion:
                 self._note_stored(job)
-
-    def explain(
-        self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
-    ) -> Miss | None:
-        return None if self._explainer is None else self._explainer.explain(key, req_context, behind)
 
     def _note_stored(self, job: JobMetadata) -> None:
         self.place.stored_s.update(dict.fromkeys(job.keys, self.place.weather.clock()))

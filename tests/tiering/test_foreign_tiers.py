@@ -8,7 +8,7 @@ from kvtier.base import ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.errors import TierError
 from kvtier.testing.tier_suite import key_of, make_rows
-from kvtier.tiering.base import FAILURES_TO_OPEN, ReachableTier, TierSettings
+from kvtier.tiering.base import FAILURES_TO_OPEN, TierSettings
 from kvtier.tiering.example import ExampleSecondaryTier
 from kvtier.tiering.factory import TIERS
 from kvtier.tiering.kit.backend import rows_of
@@ -28,7 +28,7 @@ current: list[Exception] = []
 """What the tier raises now."""
 
 
-class StrangeTier(ExampleSecondaryTier, ReachableTier):
+class StrangeTier(ExampleSecondaryTier):
     """Raises when it is reached."""
 
     @staticmethod

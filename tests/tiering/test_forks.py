@@ -78,7 +78,7 @@ class Parent:
                 tier.get_finished,
                 tier.end_step,
                 tier.stats,
-                tier.drain_evicted,  # type: ignore[attr-defined]  # of both
+                tier.drain_evicted,
                 lambda tier=tier: tier.reset(bytes(16)),
                 lambda tier=tier: tier.drain(HANG_GUARD_S),
             )

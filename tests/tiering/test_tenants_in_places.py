@@ -20,7 +20,7 @@ from kvtier.cli.main import main
 from kvtier.tenants import tenant_number
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import ROW_BYTES, make_rows
-from kvtier.tiering.base import BackendPurger, TenantPurger, parse_tier_settings
+from kvtier.tiering.base import parse_tier_settings
 from kvtier.tiering.fs import FSTier, folders
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, HEADER_PAGE_BYTES
 from kvtier.tiering.obj import ObjTier
@@ -167,9 +167,7 @@ def test_a_living_tier_purges_that_name_alone(kind: str, tmp_path: Path) -> None
     driver.store_of("alice", range(3))
     driver.store_of(COLLIDING_NAME, range(20, 24))
     tier = driver.tier
-    assert isinstance(tier, TenantPurger)
-    assert isinstance(tier, BackendPurger)
-    assert tier.begin_tenant_purge(tenant_number(COLLIDING_NAME)) is None
+    assert tier.purge(tenant_number(COLLIDING_NAME)) is None
     driver.poll_until(lambda: tier.poll_purge() is not None)
     assert tier.shutdown(HANG_GUARD_S)
     assert names_in(place_of(kind, tmp_path)) == keys_of("alice", range(3))

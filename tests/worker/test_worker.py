@@ -7,7 +7,6 @@ import pytest
 from kvtier.base import (
     BlockIDsLoadStoreSpec,
     GPULoadStoreSpec,
-    JoiningHandler,
     OffloadingHandler,
     TransferJobId,
     TransferResult,
@@ -115,7 +114,7 @@ def test_wait_and_shutdown_reach_every_handler() -> None:
     assert store.num_shutdowns == load.num_shutdowns == 1
 
 
-class FakeJoiningHandler(FakeHandler, JoiningHandler):
+class FakeJoiningHandler(FakeHandler):
     """Takes the even jobs of a call; raises when told to."""
 
     def __init__(self, answer: bool | Exception = True) -> None:

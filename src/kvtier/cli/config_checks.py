@@ -25,7 +25,6 @@ from kvtier.redaction import shorten
 from kvtier.tenants import make_tenants
 from kvtier.tiering.factory import check_tier_config, require_encryption
 from kvtier.tiering.kit.key_ring import read_ring, require_entry
-from kvtier.tiering.kit.place import PlaceTier, ProbedTier
 
 EXTRA_CONFIG = "kv_connector_extra_config"
 """Where vLLM's --kv-transfer-config has kvtier's settings."""
@@ -241,11 +240,6 @@ def check_tier(
             create_cache_policy(common.policy, 1)
         if is_encrypting:
             require_encryption(entry.get("type", "?"), tier_class, common)
-        if not issubclass(tier_class, ProbedTier):
-            yield Check(
-                subject, CheckResult.NOTE, "its settings are understood; whether it works shows at the start"
-            )
-            return
         findings = tier_class.probe(own)
     except KVTierError as error:
         yield Check(subject, CheckResult.BROKEN, str(error))
@@ -253,10 +247,15 @@ def check_tier(
     except Exception as error:  # noqa: BLE001  # foreign tier: what it raises is its answer
         yield Check(subject, CheckResult.BROKEN, f"cannot be probed: {describe_foreign(error)}")
         return
+    if findings is None:
+        yield Check(
+            subject, CheckResult.NOTE, "its settings are understood; whether it works shows at the start"
+        )
+        return
     for finding in findings:
         result = CheckResult.NOTE if finding.is_note else CheckResult.GOOD
         yield Check(subject, result if finding.is_good else CheckResult.BROKEN, finding.text)
-    if known is None or not issubclass(tier_class, PlaceTier) or not all(one.is_good for one in findings):
+    if known is None or tier_class.place_setting is None or not all(one.is_good for one in findings):
         return
     encrypts = is_encrypting and common.encryption
     # Nothing may have been stored there yet, or it cannot be listed.

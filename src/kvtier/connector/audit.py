@@ -36,14 +36,11 @@ from kvtier.connector.groups import make_group_layouts
 from kvtier.connector.jobs import JobKind, OpenTransfer, TransferJobs
 from kvtier.connector.planning import find_computed, iterate_load_keys
 from kvtier.connector.prefix_search import split_by_need
-from kvtier.connector.protocols import AuditedSpec, PromotingManager
 from kvtier.connector.request_records import RequestRecords, count_tokens_by_tier
 from kvtier.connector.request_state import NOTHING_UNWANTED, Arm, AuditState, PinnedBlock, RequestState
 from kvtier.cpu.common import AuditLoadStoreSpec, CPULoadStoreSpec
 from kvtier.errors import BlockNotReadyError
-from kvtier.locations import LocatingManager
 from kvtier.misses import HOST_ORIGIN
-from kvtier.operating import DroppingManager
 
 logger = logging.getLogger(__name__)
 
@@ -143,12 +140,8 @@ class Audit:
         self.arms = ControlArm(self._rng)
         self._namespace = namespace
         self._manager = manager
-        self._promoting = manager if isinstance(manager, PromotingManager) else None
-        self._locating = manager if isinstance(manager, LocatingManager) else None
-        self._dropping = manager if isinstance(manager, DroppingManager) else None
         self._layouts = layouts = make_group_layouts(spec)
         self._first_layout = split_by_need(layouts).first
-        assert isinstance(spec, AuditedSpec), "make_audit has checked it"
         self._compared_groups = spec.audited_groups()
         self._jobs = jobs
         self._records = records
@@ -325,13 +318,13 @@ class Audit:
 
     def _locate(self, state: RequestState, first_token: int) -> None:
         """Find out how long a hit is whose blocks are still to come: the request may end before they do."""
-        audit, layout = state.audit, self._first_layout
-        if self._locating is None or audit is None or audit.num_tokens:
+        audit, layout, locator = state.audit, self._first_layout, self._manager.locator
+        if locator is None or audit is None or audit.num_tokens:
             return
         last_token = state.request.num_tokens - 1
         first, end = first_token // layout.block_tokens, last_token // layout.block_tokens
         keys = state.keys[layout.idx][first : max(first, end)]
-        run = self._locating.locator.locate(keys, state.context)
+        run = locator.locate(keys, state.context)
         # A tier may answer late. What the request has stored by then was not held when it came.
         if run is None or not audit.stored.isdisjoint(keys[: len(run.places)]):
             return
@@ -344,7 +337,7 @@ class Audit:
     def _pin(self, state: RequestState, first_token: int, end_token: int) -> None:
         audit, context = state.audit, state.context
         assert audit is not None, "only drawn requests are searched for"
-        promoted = {} if self._promoting is None else self._promoting.promoted_for(context)
+        promoted = self._manager.promoted_for(context)
         tokens = count_tokens_by_tier(self._layouts, state.keys, promoted, first_token, end_token)
         places: dict[OffloadKey, tuple[int, int]] = {}
         for layout in self._layouts:
@@ -457,8 +450,9 @@ class Audit:
 
     def _drop(self, keys: Iterable[OffloadKey]) -> None:
         self.condemned.update(keys)
-        if self._dropping is not None:
-            self.condemned = set(self._dropping.drop(list(self.condemned)).in_use)
+        dropped = self._manager.drop(list(self.condemned))
+        if dropped is not None:
+            self.condemned = set(dropped.in_use)
 
     def _unpin(self, state: RequestState) -> None:
         """Unpin the blocks of a request that are not being compared."""
@@ -492,7 +486,7 @@ def make_audit(
     find_end: Callable[[RequestState, int], int | None],
 ) -> Audit | None:
     """Return the audit; None when it is off, or the spec's handlers cannot compare. The arguments are the audit's."""
-    if spec.config.settings.audit_ratio == 0 or not isinstance(spec, AuditedSpec):
+    if spec.config.settings.audit_ratio == 0:
         return None
     namespace = spec.audited_namespace()
     if namespace is None:

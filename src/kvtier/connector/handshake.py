@@ -10,7 +10,6 @@ import logging
 from collections.abc import Iterable
 
 from kvtier.base import OffloadingSpec
-from kvtier.connector.protocols import RegionOwner
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ class RegionHandshake:
         is_open: whether transfers may start.
     """
 
-    def __init__(self, owner: RegionOwner, identity: tuple[int, int], num_workers: int) -> None:
+    def __init__(self, owner: OffloadingSpec, identity: tuple[int, int], num_workers: int) -> None:
         self.is_open = False
         self._owner = owner
         self._identity = identity
@@ -73,12 +72,5 @@ class RegionHandshake:
 
 def make_handshake(spec: OffloadingSpec) -> RegionHandshake | None:
     """Return the handshake of the scheduler half; None when its spec has no region. Call it after ``get_manager``."""
-    identity = region_identity_of(spec)
-    if identity is None or not isinstance(spec, RegionOwner):
-        return None
-    return RegionHandshake(spec, identity, spec.config.world_size)
-
-
-def region_identity_of(spec: OffloadingSpec) -> tuple[int, int] | None:
-    """Return the identity of the region that ``spec`` has mapped in this process, or None without one."""
-    return spec.region_identity() if isinstance(spec, RegionOwner) else None
+    identity = spec.region_identity()
+    return None if identity is None else RegionHandshake(spec, identity, spec.config.world_size)

@@ -26,7 +26,7 @@ from kvtier.connector.protocols import SchedulerOutput
 from kvtier.connector.request_state import NOTHING_UNWANTED, RequestState, Unwanted
 from kvtier.cost_model import BandwidthEstimator, LinkRate, PrefillEstimator, PrefillRate, compute_s
 from kvtier.cpu.common import CPULoadStoreSpec
-from kvtier.locations import BlockLocator, BlockPlace, LocatedRun, LocatingManager, TierLoad
+from kvtier.locations import BlockLocator, BlockPlace, LocatedRun, TierLoad
 
 HIDDEN_WAIT_COST = 0.5
 """What a second costs that a request waits for a tier while it would have waited for the engine anyway. The queue may
@@ -343,7 +343,7 @@ def make_load_or_compute(
         measured: knows which hits turned out slower to load; None: they are not measured.
     """
     is_wanted = spec.config.settings.load_if is LoadIf.FASTER
-    if not is_wanted or not isinstance(manager, LocatingManager):
+    if not is_wanted or manager.locator is None:
         return None
     if not split_by_need(make_group_layouts(spec)).full:
         return None

@@ -4,7 +4,7 @@ from functools import partial
 
 from kvtier.config import ModelIdentity, OffloadingConfig
 from kvtier.connector.common import ConnectorRole
-from kvtier.connector.protocols import ModelSwitchingManager, RequestRecorder, StepControl
+from kvtier.connector.protocols import RequestRecorder, StepControl
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.factory import OffloadingSpecFactory
@@ -64,10 +64,7 @@ class OffloadingConnector:
         """
         half = self.connector_scheduler
         assert half is not None, "workers do not know which blocks are held"
-        manager = half.manager
-        half.reset(
-            partial(manager.switch_model, model) if isinstance(manager, ModelSwitchingManager) else None
-        )
+        half.reset(partial(half.manager.switch_model, model))
 
     def has_pending_push_work(self) -> bool:
         """Return whether stores are open, or operators' commands; further steps, which may be empty, end them.

@@ -21,10 +21,9 @@ Source: vLLM's ``KVConnectorBase_V1`` as of version 0.32.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
-from kvtier.base import OffloadingManager, OffloadKey, ReqContext
-from kvtier.config import ModelIdentity
+from kvtier.base import OffloadingManager
 from kvtier.connector.common import OffloadingWorkerMetadata, StopReason
 from kvtier.connector.groups import GroupLayout
 from kvtier.misses import RequestRecord
@@ -221,74 +220,3 @@ class StepControl(Protocol):
 
     def close(self) -> None:
         """Stop serving; idempotent."""
-
-
-@runtime_checkable
-class PromotingManager(Protocol):
-    """Optional contract of a manager that promotes blocks from other tiers, with their requests."""
-
-    def promoted_for(self, req_context: ReqContext) -> Mapping[OffloadKey, str]:
-        """Return the blocks that were promoted while the request waited for them, each with its tier's type.
-
-        The connector calls this before the request's prepare_load, which ends its wait.
-        """
-
-
-@runtime_checkable
-class ModelSwitchingManager(Protocol):
-    """Optional contract of a manager whose blocks other engines may find, and whose engine may load other weights."""
-
-    def switch_model(self, model: ModelIdentity | None) -> None:
-        """Forget every block, as ``reset`` does, and go on with those of other weights.
-
-        Args:
-            model: the weights that are loaded now; what other engines have stored of them is found from now on. None
-                for weights that nothing names: their blocks are kept in host memory alone.
-        """
-
-
-@runtime_checkable
-class RegionOwner(Protocol):
-    """Optional contract of a spec whose halves share one region and can prove that it is the same.
-
-    The scheduler half starts no transfer until every worker has reported the identity that it has itself.
-    """
-
-    def region_identity(self) -> tuple[int, int] | None:
-        """Return the identity of the region that this half has mapped, or None when there is none.
-
-        It is the same two numbers in all processes that share the memory, and others on another machine.
-        The worker half calls this after ``get_handlers``, the scheduler half after ``get_manager``.
-        """
-
-    def seal_region(self) -> None:
-        """Unlink the region's name: all processes have mapped it."""
-
-
-@runtime_checkable
-class AuditedSpec(Protocol):
-    """Optional contract of a spec whose handlers can compare device blocks with host memory.
-
-    They take a transfer from ``GPULoadStoreSpec`` to ``AuditLoadStoreSpec`` and report the deviations of its blocks.
-    """
-
-    def audited_namespace(self) -> str | None:
-        """Return the namespace of the blocks that they can compare, for people; None when they compare none."""
-
-    def audited_groups(self) -> frozenset[int]:
-        """Return the KV groups whose blocks they can compare."""
-
-
-@runtime_checkable
-class KVCacheDetacher(Protocol):
-    """Optional contract of a spec whose engine may remove its KV cache, to free the device's memory.
-
-    A spec without it keeps the tensors it was given for its whole life, so the engine cannot be put to sleep.
-    """
-
-    def detach_kv_caches(self) -> None:
-        """Drop every reference to a device tensor when begun copies have ended; what was stored stays. Idempotent.
-
-        Handlers report what they have begun, and decline transfers, until ``get_handlers`` is called again: with
-        tensors of the same layout, between which and the same slots its handlers copy from then on.
-        """

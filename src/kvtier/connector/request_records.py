@@ -36,12 +36,10 @@ from kvtier.misses import (
     Miss,
     MissCause,
     MissedRun,
-    MissExplainer,
     NotStored,
     RequestRecord,
     not_stored,
 )
-from kvtier.operating import DrainingManager
 
 MAX_RECORDS = 1000
 """Requests whose records are kept, some 600 bytes each. More take longer to read through a control socket."""
@@ -98,8 +96,7 @@ class RequestRecords:
     ) -> None:
         self._layouts = layouts
         self._groups = split_by_need(layouts)
-        self._draining = manager if isinstance(manager, DrainingManager) else None
-        self._explainer = manager if isinstance(manager, MissExplainer) else None
+        self._manager = manager
         self._clock = clock
         self._wall_clock = wall_clock
         self._latest: deque[RequestRecord] = deque(maxlen=MAX_RECORDS)
@@ -207,8 +204,7 @@ class RequestRecords:
             if stores.batch_blocks is not None and not state.blocks.is_stale:
                 unstored = keys[stores.next_blocks[idx] : allowed]
                 self._remember(unstored, NotStored.NO_ROOM)
-                if self._draining is not None:
-                    self._draining.on_unstored(unstored, state.context)
+                self._manager.on_unstored(unstored, state.context)
             if limit is not None:
                 self._remember(keys[allowed:end], _reason_of_limit(state, limit))
 
@@ -271,9 +267,7 @@ class RequestRecords:
             key = keys[block]
             if state.search.first_missing is None:
                 state.search.first_missing = key
-            if self._explainer is not None:
-                behind = keys[block + 1 : block + MAX_BEHIND]
-                miss = self._explainer.explain(key, state.context, behind)
+            miss = self._manager.explain(key, state.context, keys[block + 1 : block + MAX_BEHIND])
             if self._unstored is not None and (miss is None or miss.cause is MissCause.NEVER_SEEN):
                 miss = self._unstored.explain(key)
         if miss is None or miss.cause is MissCause.NEVER_SEEN:

@@ -42,7 +42,6 @@ from kvtier.connector.prefix_search import (
 from kvtier.connector.protocols import (
     ConnectorOutput,
     DeviceBlocks,
-    PromotingManager,
     Request,
     RequestRecorder,
     SchedulerOutput,
@@ -96,8 +95,6 @@ class OffloadingConnectorScheduler:
         self._searches = SearchMeter()
         self._clock = clock
         self._requests: dict[str, RequestState] = {}
-        # An isinstance of a protocol is dear, and the answer never changes.
-        self._promoting = self.manager if isinstance(self.manager, PromotingManager) else None
         self.layouts = make_group_layouts(spec)
         has_states = any(layout.is_state for layout in self.layouts)
         self._follow = follow_states if has_states else follow_allocations
@@ -414,7 +411,7 @@ class OffloadingConnectorScheduler:
         end_token = first_token + num_external_tokens
         plan = plan_load(self.layouts, state.keys, blocks.get_block_ids(), first_token, end_token)
         state.blocks.is_allocated = True
-        promoted = {} if self._promoting is None else self._promoting.promoted_for(state.context)
+        promoted = self.manager.promoted_for(state.context)
         state.load.tokens_by_tier = count_tokens_by_tier(
             self.layouts, state.keys, promoted, first_token, end_token
         )

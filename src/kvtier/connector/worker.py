@@ -17,6 +17,7 @@ from kvtier.base import (
     OffloadingSpec,
     TransferJobId,
     TransferResult,
+    overrides,
 )
 from kvtier.config import LoadIf
 from kvtier.connector.common import (
@@ -27,8 +28,6 @@ from kvtier.connector.common import (
     TransferJob,
     TransferSample,
 )
-from kvtier.connector.handshake import region_identity_of
-from kvtier.connector.protocols import KVCacheDetacher
 from kvtier.errors import EngineStateError
 from kvtier.log_limit import limit_log_lines
 from kvtier.worker.worker import OffloadingWorker
@@ -84,7 +83,7 @@ class OffloadingConnectorWorker:
         """Build the handlers for the engine's KV cache; once, before the first step."""
         for entry in self._spec.get_handlers(kv_caches):
             self.worker.register_handler(*entry)
-        identity = region_identity_of(self._spec)
+        identity = self._spec.region_identity()
         if identity is not None:
             self._report.region_identities = (identity,)
         limit_log_lines()
@@ -101,7 +100,7 @@ class OffloadingConnectorWorker:
         Raises:
             EngineStateError: the spec cannot let go of tensors; nothing has changed.
         """
-        if not isinstance(self._spec, KVCacheDetacher):
+        if not overrides(self._spec.detach_kv_caches, OffloadingSpec.detach_kv_caches):
             raise EngineStateError(
                 f"{type(self._spec).__name__} cannot let go of the KV cache: do not put this engine to sleep, or "
                 "give the spec a detach_kv_caches method"

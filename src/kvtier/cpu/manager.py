@@ -34,7 +34,7 @@ from kvtier.cpu.tenant_quotas import TenantBlocks
 from kvtier.cpu.waiting import WaitingRequests
 from kvtier.departed import HostDeparture, make_host_departures
 from kvtier.errors import UnknownNameError
-from kvtier.misses import HOST_ORIGIN, Miss, MissCause, MissExplainer
+from kvtier.misses import HOST_ORIGIN, Miss, MissCause
 from kvtier.operating import DroppedBlocks, PinnedBlocks, Purge, PurgedBlocks
 from kvtier.tenants import Tenants
 
@@ -42,7 +42,7 @@ MIN_STORE_THRESHOLD = 2
 """The lowest ``store_threshold`` that filters anything: each key that is stored has been accessed once."""
 
 
-class CPUOffloadingManager(OffloadingManager, MissExplainer):
+class CPUOffloadingManager(OffloadingManager):
     """Holds at most ``num_blocks`` blocks, one in each slot.
 
     Args:
@@ -346,15 +346,12 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         return idle
 
     def pin(self, keys: Collection[OffloadKey], lease_s: float) -> PinnedBlocks:
-        """Keep ``keys`` from eviction for ``lease_s`` seconds; see ``PinningManager``."""
         return self.leases.pin(keys, lease_s)
 
     def unpin(self, keys: Collection[OffloadKey] | None) -> int:
-        """End the leases of ``keys``, or all for None; return how many there were."""
         return self.leases.unpin(keys)
 
     def purge(self, tiers: Collection[str] | None, tenant: int | None = None) -> Purge:
-        """Forget every block that is not in use; see ``PurgingManager``."""
         if tiers is not None:
             for name in tiers:
                 if name != HOST_ORIGIN:
@@ -380,7 +377,6 @@ class CPUOffloadingManager(OffloadingManager, MissExplainer):
         return self.evict(num_evictable, (), (), HostDeparture.PURGED) or []
 
     def drop(self, keys: Collection[OffloadKey]) -> DroppedBlocks:
-        """Forget ``keys`` as far as they are idle; see ``DroppingManager``."""
         self.drop_blocks(keys)
         return DroppedBlocks(self.list_held(keys))
 

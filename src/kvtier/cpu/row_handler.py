@@ -11,7 +11,6 @@ from typing import Protocol
 
 from kvtier.base import (
     GPULoadStoreSpec,
-    JoiningHandler,
     OffloadingHandler,
     TransferJobId,
     TransferResult,
@@ -66,7 +65,7 @@ class TransferQueue(Protocol):
         """Wait for started copies and accept no more; idempotent."""
 
 
-class RowHandler(OffloadingHandler, JoiningHandler):
+class RowHandler(OffloadingHandler):
     """One direction between device blocks and rows: plans a transfer at once and submits its copy to a queue.
 
     Args:

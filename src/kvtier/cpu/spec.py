@@ -127,18 +127,12 @@ class CPUOffloadingSpec(OffloadingSpec):
             yield HandlerEntry(GPULoadStoreSpec, AuditLoadStoreSpec, self._handlers.audit_handler)
 
     def audited_namespace(self) -> str | None:
-        """Return the namespace of the blocks that the handlers can compare; None when they compare none."""
         return make_namespace(self.config, self.row_stride).name if self.audit_formats else None
 
     def audited_groups(self) -> frozenset[int]:
-        """Return the KV groups whose blocks the handlers can compare."""
         return frozenset(idx for idx, page_format in enumerate(self.audit_formats) if page_format)
 
     def detach_kv_caches(self) -> None:
-        """Drop the registered tensors when started copies have ended; rows keep their bytes. Idempotent.
-
-        Transfers are declined until ``get_handlers`` is called with new tensors.
-        """
         if self._handlers is not None:
             self._handlers.detach()
 
@@ -202,11 +196,9 @@ class CPUOffloadingSpec(OffloadingSpec):
             raise RegionMemoryError(f'{error}; now it is "auto", {self.auto_size}') from error
 
     def region_identity(self) -> RegionIdentity | None:
-        """Return the identity of the memory that this half has mapped, None before it has or without a region."""
         return None if self._region is None else self._region.shared_identity
 
     def seal_region(self) -> None:
-        """Remove the region's name: every process of the engine has mapped it."""
         if self._region is not None:
             self._region.seal()
 

@@ -16,7 +16,6 @@ from kvtier.connector.protocols import ControlledHalf
 from kvtier.errors import ControlError, UnknownNameError
 from kvtier.hints.values import parse_hints
 from kvtier.observe.control_wire import Message
-from kvtier.operating import DrainingManager, DrainResult, PinningManager, PurgingManager
 from kvtier.operating import Purge as PurgeUnderWay
 from kvtier.redaction import shorten
 from kvtier.tenants import NO_TENANT, Tenant, Tenants, is_name
@@ -96,8 +95,7 @@ class Drain(Command):
         if half.has_open_stores():
             return None
         # With no time to wait it only submits what is pending and says whether anything is left.
-        manager = half.manager
-        result = manager.drain(0.0) if isinstance(manager, DrainingManager) else DrainResult()
+        result = half.manager.drain(0.0)
         if not result.has_ended:
             return None
         return {
@@ -160,10 +158,9 @@ class Pin(Command):
 
     def advance(self, half: ControlledHalf, now_s: float) -> Message | None:
         del now_s
-        manager = half.manager
-        if not isinstance(manager, PinningManager):
-            raise _unable(manager, "pin")
-        pinned = manager.pin(self._prefix.list_keys(half.layouts), self._lease_s)
+        pinned = half.manager.pin(self._prefix.list_keys(half.layouts), self._lease_s)
+        if pinned is None:
+            raise _unable(half.manager, "pin")
         return {"ok": True, **pinned._asdict()}
 
 
@@ -175,11 +172,11 @@ class Unpin(Command):
 
     def advance(self, half: ControlledHalf, now_s: float) -> Message | None:
         del now_s
-        manager = half.manager
-        if not isinstance(manager, PinningManager):
-            raise _unable(manager, "unpin")
         keys = None if self._prefix is None else self._prefix.list_keys(half.layouts)
-        return {"ok": True, "num_blocks": manager.unpin(keys)}
+        num_blocks = half.manager.unpin(keys)
+        if num_blocks is None:
+            raise _unable(half.manager, "unpin")
+        return {"ok": True, "num_blocks": num_blocks}
 
 
 class Prefetch(Command):
@@ -229,16 +226,10 @@ class Purge(Command):
 
     def advance(self, half: ControlledHalf, now_s: float) -> Message | None:
         del now_s
-        manager = half.manager
         if self._purge is None:
-            if not isinstance(manager, PurgingManager):
-                raise _unable(manager, "purge")
-            # Managers of before the tenants take no second argument.
-            self._purge = (
-                manager.purge(self._tiers)
-                if self._tenant is None
-                else manager.purge(self._tiers, self._tenant)
-            )
+            self._purge = half.manager.purge(self._tiers, self._tenant)
+            if self._purge is None:
+                raise _unable(half.manager, "purge")
         purged = self._purge.result
         if purged is None:
             return None

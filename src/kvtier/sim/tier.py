@@ -15,10 +15,10 @@ from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.errors import ConfigError
-from kvtier.misses import Miss, MissExplainer
+from kvtier.misses import Miss
 from kvtier.sim.link import Link, LinkSpeed
 from kvtier.sim.timeline import Timeline
-from kvtier.tiering.base import JobMetadata, JobResult, RequestAware, SecondaryTierManager, TierSettings
+from kvtier.tiering.base import JobMetadata, JobResult, SecondaryTierManager, TierSettings
 
 DIRECTORY = ReqContext("directory")
 
@@ -49,7 +49,7 @@ class TierModel:
             raise ConfigError("name", self.name, 'must consist of letters, digits, "_" and "-"')
 
 
-class SimulatedTier(SecondaryTierManager, RequestAware, MissExplainer):
+class SimulatedTier(SecondaryTierManager):
     """One tier of a simulation. ``make_tier`` builds it with its own tier type.
 
     Args:

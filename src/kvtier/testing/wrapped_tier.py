@@ -9,37 +9,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import ModelIdentity
-from kvtier.errors import TierError
 from kvtier.histogram import HistogramSnapshot
-from kvtier.tiering.base import (
-    BackendPurger,
-    DroppingTier,
-    EvictionReporter,
-    JobMetadata,
-    JobResult,
-    PurgeableTier,
-    PurgeOutcome,
-    ReachableTier,
-    RequestAware,
-    SecondaryTierManager,
-    TenantPurger,
-)
+from kvtier.misses import Miss
+from kvtier.tiering.base import JobMetadata, JobResult, PurgeOutcome, SecondaryTierManager
 
 
-class WrappedTier(
-    SecondaryTierManager,
-    ReachableTier,
-    RequestAware,
-    EvictionReporter,
-    PurgeableTier,
-    BackendPurger,
-    TenantPurger,
-    DroppingTier,
-):
+class WrappedTier(SecondaryTierManager):
     """Passes everything on to another tier.
-
-    An ability that the inner tier lacks is answered as if nothing had happened: its place is there, it has evicted
-    nothing, of requests it is not told.
 
     Args:
         inner: the tier that does the work.
@@ -103,45 +79,33 @@ class WrappedTier(
         return self.inner.shutdown(timeout_s)
 
     def check_reachable(self) -> None:
-        if isinstance(self.inner, ReachableTier):
-            self.inner.check_reachable()
+        self.inner.check_reachable()
 
     def drain_unanswered(self) -> int:
-        return self.inner.drain_unanswered() if isinstance(self.inner, ReachableTier) else 0
+        return self.inner.drain_unanswered()
 
     def drain_emptied(self) -> bool:
-        return self.inner.drain_emptied() if isinstance(self.inner, ReachableTier) else False
+        return self.inner.drain_emptied()
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
-        if isinstance(self.inner, RequestAware):
-            self.inner.note_request(chains, req_context)
+        self.inner.note_request(chains, req_context)
 
     def drain_evicted(self) -> Collection[OffloadKey] | None:
-        return self.inner.drain_evicted() if isinstance(self.inner, EvictionReporter) else ()
+        return self.inner.drain_evicted()
 
-    def purge(self) -> Collection[OffloadKey]:
-        return self.inner.purge() if isinstance(self.inner, PurgeableTier) else ()
+    def explain(
+        self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
+    ) -> Miss | None:
+        return self.inner.explain(key, req_context, behind)
 
-    def begin_purge(self) -> None:
-        if isinstance(self.inner, BackendPurger):
-            self.inner.begin_purge()
-        elif not isinstance(self.inner, PurgeableTier):
-            raise TierError(self.get_tier_type(), "the tier inside cannot purge while its engine runs")
-
-    def begin_tenant_purge(self, tenant: int) -> Collection[OffloadKey] | None:
-        if not isinstance(self.inner, TenantPurger):
-            raise TierError(self.get_tier_type(), "the tier inside cannot purge one tenant's blocks")
-        return self.inner.begin_tenant_purge(tenant)
+    def purge(self, tenant: int | None = None) -> PurgeOutcome | None:
+        return self.inner.purge(tenant)
 
     def poll_purge(self) -> PurgeOutcome | int:
-        if isinstance(self.inner, BackendPurger):
-            return self.inner.poll_purge()
-        keys = list(self.purge())
-        return PurgeOutcome(len(keys), keys)
+        return self.inner.poll_purge()
 
     def drop(self, keys: Collection[OffloadKey]) -> None:
-        if isinstance(self.inner, DroppingTier):
-            self.inner.drop(keys)
+        self.inner.drop(keys)
 
 
 class SlowTier(WrappedTier):

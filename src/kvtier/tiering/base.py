@@ -9,14 +9,16 @@ Source: the contract follows vLLM's multi-tier offloading as of May 2026 (pull r
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvtier.base import BlockIds, JobId, Locality, OffloadKey, ReqContext
 from kvtier.config import ModelIdentity, OffloadingConfig
+from kvtier.errors import TierError
 from kvtier.histogram import HistogramSnapshot
+from kvtier.misses import Miss
 from kvtier.settings import (
     IsDataclass,
     choice,
@@ -29,6 +31,9 @@ from kvtier.settings import (
     whole,
 )
 from kvtier.tiering.admission import TierAdmission, parse_admission
+
+if TYPE_CHECKING:
+    from kvtier.tiering.kit.place import Place, TierFinding
 
 DEFAULT_JOB_TIMEOUT_S = 30.0
 """Seconds after which a tier ends a job as failed. Shorter gives slots back sooner when a disk or server
@@ -210,11 +215,27 @@ class JobResult:
     took_s: float | None = field(default=None, compare=False)
 
 
+@dataclass(frozen=True, slots=True)
+class PurgeOutcome:
+    """How the purge of a tier ended.
+
+    Attributes:
+        num_blocks: blocks that it has removed.
+        keys: those of them that the tier does not remember itself, as far as their names tell.
+        error: why it ended before all were removed; empty when it did not.
+    """
+
+    num_blocks: int
+    keys: Sequence[OffloadKey] = ()
+    error: str = ""
+
+
 class SecondaryTierManager(ABC):
-    """A place behind the primary tier that keeps rows under keys.
+    """A tier behind host memory that keeps rows under keys.
 
     Called on the scheduler's thread; no call may block. The primary pins a job's slots until the job is
-    reported, so a tier may read (store) or write (load) them until then and not afterwards.
+    reported, so a tier may read (store) or write (load) them until then and not afterwards. Five methods must be
+    written; the manager does not call the others where they have no effect.
 
     Args:
         config: what the engine said of itself.
@@ -231,6 +252,7 @@ class SecondaryTierManager(ABC):
         locality: where its blocks are as seen from the engine, for events; None when that depends, as for a directory.
         settings: the settings that every tier has.
         capacity_blocks: the most blocks that it can hold; None when it cannot say.
+        place_setting: its setting that says where its blocks are; None where they cannot be seen without an engine.
     """
 
     supported_settings: ClassVar[frozenset[str]] = frozenset()
@@ -240,6 +262,7 @@ class SecondaryTierManager(ABC):
     no_quotas_reason: ClassVar[str] = ""
     locality: ClassVar[Locality | None] = None
     capacity_blocks: int | None = None
+    place_setting: ClassVar[str | None] = None
     settings: TierSettings = NO_SETTINGS
 
     def __init__(
@@ -254,9 +277,50 @@ class SecondaryTierManager(ABC):
     def get_tier_type() -> str:
         """Return the name under which the tier is registered."""
 
+    @classmethod
+    def probe(cls, own: Mapping[str, object]) -> "list[TierFinding] | None":
+        """Find out whether an engine with these settings could work; leaves nothing behind, and never raises TierError.
+
+        Args:
+            own: the tier's own settings, complete.
+
+        Returns:
+            None where that shows at the start of the engine only.
+
+        Raises:
+            ConfigError: a setting that cannot work.
+        """
+        del own
+        return None
+
+    @classmethod
+    def open_place(cls, own: Mapping[str, object]) -> "Place":
+        """Return the place that the tier's own settings describe; changes nothing there.
+
+        For tiers with a ``place_setting``, whose blocks can be seen without an engine.
+
+        Args:
+            own: as in a configuration; at least ``place_setting``.
+
+        Raises:
+            ConfigError: there is no such place, or it is none of this tier's.
+            TierError: it cannot be reached, or the tier has no places.
+        """
+        del own
+        raise TierError(cls.get_tier_type(), "its blocks cannot be seen without an engine")
+
     @abstractmethod
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """Return True when held, False when not, None while the answer is fetched: call again later."""
+
+    def lookup_run(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        """Return what ``lookup`` says of ``keys``, in order, up to and including the first that is not held."""
+        answers: list[bool | None] = []
+        for key in keys:
+            answers.append(self.lookup(key, req_context))
+            if answers[-1] is False:
+                break
+        return answers
 
     @abstractmethod
     def submit_store(self, job: JobMetadata) -> None:
@@ -272,6 +336,9 @@ class SecondaryTierManager(ABC):
 
         Called at most once a step, and not while the tier has neither a job nor a pending lookup.
         """
+
+    def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
+        """Learn that a request arrived, as ``OffloadingManager.note_request``; its end is ``request_finished``."""
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Mark ``keys`` as recently used."""
@@ -290,6 +357,38 @@ class SecondaryTierManager(ABC):
         """
         return None
 
+    def check_reachable(self) -> None:
+        """Contact the backend once and check that it grants access; called at the start, may block for seconds.
+
+        Raises:
+            TierError: it is unreachable or refuses, and why.
+        """
+
+    def drain_unanswered(self) -> int:
+        """Return how many lookups since the last call got no answer from the backend, for the circuit breaker."""
+        return 0
+
+    def drain_emptied(self) -> bool:
+        """Return whether the backend has lost every block since the last call, for events; a tier may never know."""
+        return False
+
+    def drain_evicted(self) -> Collection[OffloadKey] | None:
+        """Return blocks that the tier has evicted since the last call; called only with ``emit_events``.
+
+        A tier that overrides this knows what it holds: what was announced before its circuit breaker opened is
+        announced again when that closes.
+
+        Returns:
+            None when there were more than it remembers; all its blocks are withdrawn then.
+        """
+        return ()
+
+    def explain(
+        self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
+    ) -> Miss | None:
+        """Return why ``key`` is missing, as ``OffloadingManager.explain``; None when nothing is known of it."""
+        return None
+
     def waiting_s(self) -> float:
         """Return the age in seconds of the oldest accepted job that has not begun, 0 when there is none."""
         return 0.0
@@ -298,6 +397,31 @@ class SecondaryTierManager(ABC):
         """Block until every accepted job has ended; False when ``timeout_s`` passed first."""
         del timeout_s
         return True
+
+    def drop(self, keys: Collection[OffloadKey]) -> None:
+        """Begin to delete ``keys`` of this engine's namespace for good; what is being read or written may go later.
+
+        A tier that does not override this keeps them, and its engine does not look them up any more.
+        """
+
+    def purge(self, tenant: int | None = None) -> PurgeOutcome | None:
+        """Begin to drop every block of this engine's namespace for good; loads under way may fail.
+
+        No job of the tier is open when a purge begins, and none is submitted before it has ended.
+
+        Args:
+            tenant: number of the tenant of requests whose blocks are to go; None: all.
+
+        Returns:
+            How it ended, where it has by now. One with an error and no block says that this tier, or its place, cannot
+            do that. None: ``poll_purge`` tells when it has ended.
+        """
+        blocks = "" if tenant is None else " one tenant's blocks"
+        return PurgeOutcome(0, error=f"a tier of this type cannot purge{blocks} while its engine runs")
+
+    def poll_purge(self) -> PurgeOutcome | int:
+        """Return how the purge ended, once; while it goes on, how many blocks it has removed."""
+        return PurgeOutcome(0, error="purge returned None, and the tier has no poll_purge")
 
     def reset(self, epoch: bytes) -> bool | None:
         """Move to the namespace of ``epoch``: what was stored before stays for others and is never found here again.
@@ -331,150 +455,6 @@ class SecondaryTierManager(ABC):
         """
         del timeout_s
         return True
-
-
-class ReachableTier(ABC):
-    """Optional contract for tiers whose backend can be unreachable."""
-
-    @abstractmethod
-    def check_reachable(self) -> None:
-        """Contact the backend once and check that it grants access; called at the start, may block for seconds.
-
-        Raises:
-            TierError: it is unreachable or refuses, and why.
-        """
-
-    @abstractmethod
-    def drain_unanswered(self) -> int:
-        """Return how many lookups since the last call got no answer from the backend, for the circuit breaker."""
-
-    def drain_emptied(self) -> bool:
-        """Return whether the backend has lost every block since the last call, for events; a tier may never know."""
-        return False
-
-
-class RequestAware(ABC):
-    """Optional contract for tiers that order their blocks by what they learn from requests."""
-
-    @abstractmethod
-    def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
-        """Learn that a request arrived, as ``OffloadingManager.note_request``; its end is ``request_finished``."""
-
-
-class EvictionReporter(ABC):
-    """Optional contract for tiers that know what they evict, for events.
-
-    Such a tier knows what it holds: what was announced before its breaker opened is announced again when that closes.
-    """
-
-    @abstractmethod
-    def drain_evicted(self) -> Collection[OffloadKey] | None:
-        """Return blocks that the tier has evicted since the last call; called only with ``emit_events``.
-
-        Returns:
-            None when there were more than it remembers; all its blocks are withdrawn then.
-        """
-
-
-class PurgeableTier(ABC):
-    """Optional contract for tiers that can drop every block while their engine runs, without waiting for a backend."""
-
-    @abstractmethod
-    def purge(self) -> Collection[OffloadKey]:
-        """Drop every block of this engine's namespace for good and return them; loads under way may fail."""
-
-
-@dataclass(frozen=True, slots=True)
-class PurgeOutcome:
-    """How the purge of a tier ended.
-
-    Attributes:
-        num_blocks: blocks that it has removed.
-        keys: those of them that the tier does not remember itself, as far as their names tell.
-        error: why it ended before all were removed; empty when it did not.
-    """
-
-    num_blocks: int
-    keys: Sequence[OffloadKey] = ()
-    error: str = ""
-
-
-class BackendPurger(ABC):
-    """Optional contract for tiers that drop every block while their engine runs, on a thread: a backend takes its time.
-
-    No job of the tier is open when a purge begins, and none is submitted before it has ended.
-    """
-
-    @abstractmethod
-    def begin_purge(self) -> None:
-        """Start to drop every block of this engine's namespace for good.
-
-        Raises:
-            TierError: this tier, or its place, cannot do that, and what can.
-        """
-
-    @abstractmethod
-    def poll_purge(self) -> PurgeOutcome | int:
-        """Return how the purge ended, once; while it goes on, how many blocks it has removed."""
-
-
-class TenantPurger(ABC):
-    """Optional contract for tiers that can drop the blocks of one tenant of requests while their engine runs.
-
-    No job of the tier is open when a purge begins, and none is submitted before it has ended.
-    """
-
-    @abstractmethod
-    def begin_tenant_purge(self, tenant: int) -> Collection[OffloadKey] | None:
-        """Start to drop every block of this engine's namespace whose key has the number ``tenant``, for good.
-
-        Returns:
-            The blocks, where they are dropped by now; None where ``BackendPurger.poll_purge`` says how it ends.
-
-        Raises:
-            TierError: this tier, or its place, cannot do that, and what can.
-        """
-
-
-PurgeStart = Callable[[], Collection[OffloadKey] | None]
-"""Begins a purge; returns as ``TenantPurger.begin_tenant_purge``."""
-
-
-def find_purge_start(tier: SecondaryTierManager, tenant: int | None) -> PurgeStart | None:
-    """Return what begins a purge of a tier; None where it cannot be purged so. Pure.
-
-    Args:
-        tier: the tier.
-        tenant: number of the tenant whose blocks are to go; None: all.
-    """
-    if tenant is not None:
-        return _make_tenant_start(tier, tenant) if isinstance(tier, TenantPurger) else None
-    if isinstance(tier, BackendPurger):
-        backend = tier
-
-        def begin() -> None:
-            backend.begin_purge()  # what a foreign one returns has no meaning
-
-        return begin
-    return (lambda: list(tier.purge())) if isinstance(tier, PurgeableTier) else None
-
-
-def _make_tenant_start(tier: TenantPurger, tenant: int) -> PurgeStart:
-    def begin() -> Collection[OffloadKey] | None:
-        dropped = tier.begin_tenant_purge(tenant)
-        if dropped is None and not isinstance(tier, BackendPurger):
-            raise TypeError("begin_tenant_purge returned None, and the tier has no poll_purge")
-        return None if dropped is None else list(dropped)
-
-    return begin
-
-
-class DroppingTier(ABC):
-    """Optional contract for tiers that can delete single blocks while their engine runs."""
-
-    @abstractmethod
-    def drop(self, keys: Collection[OffloadKey]) -> None:
-        """Begin to delete ``keys`` of this engine's namespace for good; what is being read or written may go later."""
 
 
 class TierFailure(Enum):

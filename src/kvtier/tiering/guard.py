@@ -11,25 +11,19 @@ from enum import Enum
 from functools import partial
 from typing import TypeVar, TypeVarTuple
 
-from kvtier.base import JobId, OffloadingEvent, OffloadKey, ReqContext
+from kvtier.base import JobId, OffloadingEvent, OffloadKey, ReqContext, overrides
 from kvtier.config import ModelIdentity
 from kvtier.cpu.common import EventLog
 from kvtier.errors import format_foreign
 from kvtier.histogram import LATENCY_BOUNDS_S, Histogram, HistogramSnapshot
-from kvtier.misses import Miss, MissCause, MissExplainer
+from kvtier.misses import Miss, MissCause
 from kvtier.tiering.announcements import Announcements
 from kvtier.tiering.base import (
-    BackendPurger,
     CascadeMode,
-    DroppingTier,
-    EvictionReporter,
     JobMetadata,
     JobResult,
     PurgeOutcome,
-    ReachableTier,
-    RequestAware,
     SecondaryTierManager,
-    find_purge_start,
 )
 from kvtier.tiering.breaker import MAX_WAITING_S, CircuitBreaker, LoadBackoff
 from kvtier.tiering.departures import TierDeparture, TierLosses, being_purged, down, make_departures
@@ -141,15 +135,12 @@ class GuardedTier:
         self.num_errors = 0
         self._clock = clock
         self._has_logged_error = False
-        # An isinstance of an abstract class is slow, and the answers never change.
-        self._explainer = tier if isinstance(tier, MissExplainer) else None
-        self._reachable = tier if isinstance(tier, ReachableTier) else None
-        self._aware = tier if isinstance(tier, RequestAware) else None
-        self.is_learning = self._aware is not None
-        self._reporter = tier if isinstance(tier, EvictionReporter) else None
-        self.uses_touch = _overrides(tier.touch, SecondaryTierManager.touch)
-        self.uses_end_step = _overrides(tier.end_step, SecondaryTierManager.end_step)
-        self.uses_requests = _overrides(tier.request_finished, SecondaryTierManager.request_finished)
+        self.is_learning = overrides(tier.note_request, SecondaryTierManager.note_request)
+        self.uses_touch = overrides(tier.touch, SecondaryTierManager.touch)
+        self.uses_end_step = overrides(tier.end_step, SecondaryTierManager.end_step)
+        self.uses_requests = overrides(tier.request_finished, SecondaryTierManager.request_finished)
+        self._reports_evictions = overrides(tier.drain_evicted, SecondaryTierManager.drain_evicted)
+        self._can_drop = overrides(tier.drop, SecondaryTierManager.drop)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """Look ``key`` up; False, without a call, while the tier is left out or the key's last load failed."""
@@ -209,10 +200,9 @@ class GuardedTier:
             self._count_failure(CallFailure("get_finished", error))
             self.is_out_of_service, self.reports_jobs = True, False
             results = []
-        if self._reachable is not None:
-            num_unanswered = self._call("drain_unanswered", self._reachable.drain_unanswered)
-            for _ in range(0 if isinstance(num_unanswered, CallFailure) else num_unanswered):
-                self.breaker.record_no_response()
+        num_unanswered = self._call("drain_unanswered", self.tier.drain_unanswered)
+        for _ in range(0 if isinstance(num_unanswered, CallFailure) else num_unanswered):
+            self.breaker.record_no_response()
         return results
 
     def check_age(self, oldest_s: float) -> None:
@@ -284,13 +274,13 @@ class GuardedTier:
         announcements = self.announcements
         if announcements is None:
             return []
-        if self._reporter is not None:
-            evicted = self._call("drain_evicted", as_list, self._reporter.drain_evicted)
+        if self._reports_evictions:
+            evicted = self._call("drain_evicted", as_list, self.tier.drain_evicted)
             announcements.on_evicted(None if isinstance(evicted, CallFailure) else evicted)
-        if self._reachable is not None and self._call("drain_emptied", self._reachable.drain_emptied) is True:
+        if self._call("drain_emptied", self.tier.drain_emptied) is True:
             announcements.on_evicted(None)
         if self.is_out_of_service or self.is_purging or not self.breaker.is_closed:
-            announcements.hide(forgets=self._reporter is None)
+            announcements.hide(forgets=not self._reports_evictions)
         else:
             announcements.show()
         return announcements.take_events()
@@ -312,8 +302,8 @@ class GuardedTier:
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
         """Let a tier that learns from requests learn that one has arrived."""
-        if self._aware is not None and not self.is_out_of_service:
-            self._call("note_request", self._aware.note_request, chains, req_context)
+        if not self.is_out_of_service:
+            self._call("note_request", self.tier.note_request, chains, req_context)
 
     def explain(
         self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
@@ -325,12 +315,8 @@ class GuardedTier:
             return being_purged(self.name)
         if not self.breaker.is_closed:
             return down(self.name, "circuit breaker open")
-        known = None
-        if self._explainer is not None:
-            try:
-                known = self._explainer.explain(key, req_context, behind)
-            except Exception as error:  # noqa: BLE001 - a foreign tier may raise anything; a cause is not worth a step
-                self._count_failure(CallFailure("explain", error))
+        found = self._call("explain", self.tier.explain, key, req_context, behind)
+        known = None if isinstance(found, CallFailure) else found
         if known is not None and known.cause is not MissCause.OTHER_NAMESPACE:
             return known
         return self.departed.explain(key) or known
@@ -356,19 +342,14 @@ class GuardedTier:
         """Make the tier drop every block, or a tenant's; return how that ended, if it has by now or cannot begin."""
         if self.is_out_of_service:
             return PurgeOutcome(0, error="it is out of service: restart the engine")
-        start = find_purge_start(self.tier, tenant)
-        if start is None:
-            blocks = "" if tenant is None else " one tenant's blocks"
-            return PurgeOutcome(0, error=f"a tier of this type cannot purge{blocks} while its engine runs")
-        dropped = self._call("begin_purge", start)
-        if isinstance(dropped, CallFailure):
-            failed = PurgeOutcome(0, error=str(dropped.error))
-            return failed if isinstance(self.tier, BackendPurger) else self._end_purge(failed)
-        return None if dropped is None else self._end_purge(PurgeOutcome(len(dropped), list(dropped)))
+        begun = self._call("purge", self.tier.purge, tenant)
+        if isinstance(begun, CallFailure):
+            return self._end_purge(PurgeOutcome(0, error=str(begun.error)))
+        is_refused = begun is not None and begun.error and not begun.num_blocks
+        return begun if begun is None or is_refused else self._end_purge(begun)
 
     def poll_purge(self) -> PurgeOutcome | int:
         """Return how the purge of the tier ended, or how many blocks it has removed so far."""
-        assert isinstance(self.tier, BackendPurger), "only such a tier is still at it"
         found = self._call("poll_purge", self.tier.poll_purge)
         if isinstance(found, CallFailure):
             found = PurgeOutcome(0, error=str(found.error))
@@ -391,7 +372,7 @@ class GuardedTier:
         self.dropped.update(new)
         if self.announcements is not None:
             self.announcements.on_evicted(new)
-        if not isinstance(self.tier, DroppingTier) or self.is_out_of_service:
+        if not self._can_drop or self.is_out_of_service:
             return False
         return not new or not isinstance(self._call("drop", self.tier.drop, new), CallFailure)
 
@@ -493,8 +474,3 @@ def as_result(result: JobResult) -> JobResult:
     took_s = None if reported_s is None else max(0.0, float(reported_s))
     is_success = result.success is True and keys is None
     return JobResult(JobId(int(result.job_id)), is_success, keys, bool(result.is_fault), took_s)
-
-
-def _overrides(method: Callable[..., object], default: Callable[..., object]) -> bool:
-    """Return whether a tier's method is another than the contract's default, which does nothing. Pure."""
-    return getattr(method, "__func__", method) is not default

@@ -26,7 +26,7 @@ from kvtier.base import (
 from kvtier.config import DEFAULT_LOOKUP_DEADLINE_S, ModelIdentity
 from kvtier.cpu.waiting import Waiter, WaitingRequests
 from kvtier.histogram import HistogramSnapshot
-from kvtier.misses import HOST_ORIGIN, Miss, MissCause, MissExplainer
+from kvtier.misses import HOST_ORIGIN, Miss, MissCause
 from kvtier.operating import DrainResult, DroppedBlocks, PinnedBlocks, Purge
 from kvtier.tiering.admission import PassThroughAdmission
 from kvtier.tiering.announcements import make_event_names
@@ -50,7 +50,7 @@ the process behind a hung disk."""
 NOTHING_FOUND: Mapping[OffloadKey, None] = {}
 
 
-class TieringOffloadingManager(OffloadingManager, MissExplainer):
+class TieringOffloadingManager(OffloadingManager):
     """Finds blocks in the primary tier and behind it, and moves them between.
 
     Args:
@@ -68,6 +68,8 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         locator: finds blocks without promoting them.
         leases: the blocks that operators and clients have pinned in host memory.
     """
+
+    locator: TierBlockLocator
 
     def __init__(
         self,
@@ -209,11 +211,9 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
             self._transfers.cascade(cascade, req_context)
 
     def will_have_room(self) -> bool:
-        """Return whether host memory keeps blocks for tiers that will have them soon; see ``DrainingManager``."""
         return self._cascades.will_have_room()
 
     def on_unstored(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Count blocks that host memory had no room for; see ``DrainingManager``."""
         del req_context
         if self._tiers:
             self._losses.num_without_room += len(keys) - len(self.primary_tier.list_held(keys))
@@ -224,11 +224,6 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         return req_context in self._waiting.unchanged
 
     def promoted_for(self, req_context: ReqContext) -> Mapping[OffloadKey, str]:
-        """Return the blocks that were promoted while the request waited for them, each with its tier's type.
-
-        Called before prepare_load, which ends the wait. Blocks that were in the primary, or were written to it by the
-        device, are not among them; neither are blocks that arrived after the request's deadline.
-        """
         waiter: Waiter | None = self._waiting.by_request.get(req_context)
         return {} if waiter is None else waiter.promoted
 
@@ -329,7 +324,6 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
         self._begin_anew(None)
 
     def switch_model(self, model: ModelIdentity | None) -> None:
-        """Forget every block, as a reset does; see ``ModelSwitchingManager``."""
         self._cascades.is_open = model is not None
         self._begin_anew(model)
 
@@ -344,32 +338,21 @@ class TieringOffloadingManager(OffloadingManager, MissExplainer):
             tier.reset(epoch, model)
 
     def pin(self, keys: Collection[OffloadKey], lease_s: float) -> PinnedBlocks:
-        """Keep ``keys`` in host memory for ``lease_s`` seconds; see ``PinningManager``."""
         return self.leases.pin(keys, lease_s)
 
     def unpin(self, keys: Collection[OffloadKey] | None) -> int:
-        """End the leases of ``keys``, or all for None; return how many there were."""
         return self.leases.unpin(keys)
 
     def purge(self, tiers: Collection[str] | None, tenant: int | None = None) -> Purge:
-        """Begin to forget every block that is not in use; see ``PurgingManager``.
-
-        A block that a tier was still to get is lost to it.
-        """
         return self._purges.begin(tiers, tenant)
 
     def drop(self, keys: Collection[OffloadKey]) -> DroppedBlocks:
-        """Forget ``keys`` in every tier; see ``DroppingManager``."""
         self._cascades.forget(keys)
         self.primary_tier.drop_blocks(keys)
         unable = tuple(tier.name for tier in self._tiers if not tier.drop(keys))
         return DroppedBlocks(self.primary_tier.list_held(keys), unable)
 
     def drain(self, timeout_s: float) -> DrainResult:
-        """Block until the tiers have got and ended what is pending for them, or ``timeout_s`` has passed.
-
-        Blocks that write-back keeps for their eviction stay where they are. A tier that is left out gets nothing.
-        """
         if not self._end_jobs(timeout_s):
             return DrainResult(has_ended=False)
         return DrainResult(

@@ -14,7 +14,7 @@ from kvtier.errors import ConfigError, KVTierError, TierError, UnknownNameError
 from kvtier.input_files import parse_json
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.factory import TIERS, check_tier_config
-from kvtier.tiering.kit.place import Place, PlaceTier
+from kvtier.tiering.kit.place import Place
 
 TIERS_OF_SCHEMES = {
     **dict.fromkeys(("s3", "gs", "az", "file", "http", "https", "memory"), "obj"),
@@ -55,7 +55,7 @@ def open_place(text: str) -> Place:
         name = _find_tier(text)
         tier_class = TIERS.resolve(name)
         own = {}
-    if not issubclass(tier_class, PlaceTier):
+    if tier_class.place_setting is None:
         _refuse(name)
     return tier_class.open_place(own or {tier_class.place_setting: _as_setting(text)})
 
@@ -65,7 +65,7 @@ def names_of_place_tiers() -> list[str]:
     names = []
     for name in TIERS.names():
         with suppress(KVTierError):
-            if issubclass(TIERS.resolve(name), PlaceTier):
+            if TIERS.resolve(name).place_setting is not None:
                 names.append(name)
     return names
 

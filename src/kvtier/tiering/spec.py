@@ -12,7 +12,7 @@ from kvtier.config import LoadIf, OffloadingConfig
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.cpu.spec import CPUOffloadingSpec
 from kvtier.errors import ConfigError, MissingExtraError, PlaceError, TierError, describe_foreign
-from kvtier.tiering.base import ReachableTier, SecondaryTierManager
+from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.factory import create_secondary_tier
 from kvtier.tiering.manager import TieringOffloadingManager
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
@@ -92,8 +92,6 @@ def _check_reachable(tier: SecondaryTierManager) -> None:
     Raises:
         TierError: it cannot, and the tier is required.
     """
-    if not isinstance(tier, ReachableTier):
-        return
     try:
         tier.check_reachable()
     except TierError:

@@ -10,18 +10,17 @@ import logging
 from collections.abc import Mapping
 
 from kvtier.base import (
-    JoiningHandler,
     LoadStoreSpec,
     OffloadingHandler,
     TransferJobId,
     TransferResult,
     TransferSpec,
     TransferType,
+    overrides,
 )
 from kvtier.errors import DuplicateNameError
 
 __all__ = [
-    "JoiningHandler",
     "OffloadingHandler",
     "OffloadingWorker",
     "TransferJobId",
@@ -38,6 +37,7 @@ class OffloadingWorker:
 
     def __init__(self) -> None:
         self._handlers: dict[TransferType, OffloadingHandler] = {}
+        self._joining: set[TransferType] = set()
 
     def register_handler(
         self, src_cls: type[LoadStoreSpec], dst_cls: type[LoadStoreSpec], handler: OffloadingHandler
@@ -51,6 +51,8 @@ class OffloadingWorker:
         if transfer_type in self._handlers:
             raise DuplicateNameError("transfer handler", "_to_".join(transfer_type))
         self._handlers[transfer_type] = handler
+        if overrides(handler.transfer_joined, OffloadingHandler.transfer_joined):
+            self._joining.add(transfer_type)
 
     def transfer_async(self, job_id: TransferJobId, spec: TransferSpec) -> bool:
         """Start a transfer.
@@ -80,7 +82,7 @@ class OffloadingWorker:
         started: set[TransferJobId] = set()
         for media, of_media in by_media.items():
             handler = self._handlers.get(media)
-            if len(of_media) == 1 or not isinstance(handler, JoiningHandler):
+            if handler is None or len(of_media) == 1 or media not in self._joining:
                 started.update(
                     job_id for job_id, spec in of_media.items() if self.transfer_async(job_id, spec)
                 )

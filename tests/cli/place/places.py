@@ -16,8 +16,6 @@ from kvtier.tiering.kit.place import (
     PlaceBlock,
     PlaceNamespace,
     PlaceSummary,
-    PlaceTier,
-    ProbedTier,
     TierFinding,
 )
 
@@ -69,11 +67,11 @@ class MemoryPlace(Place):
         type(self).num_ended += 1
 
 
-class MemoryTier(ExampleSecondaryTier, PlaceTier, ProbedTier):
+class MemoryTier(ExampleSecondaryTier):
     """Its tier."""
 
     own_settings: ClassVar = None
-    place_setting: ClassVar[str] = "where"
+    place_setting: ClassVar[str | None] = "where"
 
     def __init__(
         self,

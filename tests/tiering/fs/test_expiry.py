@@ -36,7 +36,7 @@ def set_ages(root: Path, wall: WallClock, age_s: float) -> None:
 
 
 def cause_of(driver: TierDriver, number: int) -> MissCause | None:
-    miss = driver.tier.explain(key_of(number), ReqContext("r"))  # type: ignore[attr-defined]  # an fs tier's
+    miss = driver.tier.explain(key_of(number), ReqContext("r"))
     return None if miss is None else miss.cause
 
 

@@ -60,7 +60,7 @@ def test_an_object_is_a_miss_when_its_time_is_over(start: Start, folder: Path) -
     assert not driver.load([1]).success
     other = start(ttl_s=TTL_S)
     assert not other.lookup(2)
-    miss = other.tier.explain(key_of(2), ReqContext("r"))  # type: ignore[attr-defined]  # an obj tier's
+    miss = other.tier.explain(key_of(2), ReqContext("r"))
     assert miss is not None
     assert miss.cause is MissCause.EXPIRED
 

@@ -26,13 +26,13 @@ def assert_out(driver: TierDriver) -> None:
     assert not loaded.success
     assert loaded.is_fault
     assert not driver.lookup(1)
-    assert driver.tier.drain_unanswered() > 0  # type: ignore[attr-defined]  # every pooled tier has it
+    assert driver.tier.drain_unanswered() > 0
 
 
 def refusal(driver: TierDriver) -> str:
     """Return what the check at the start says."""
     with pytest.raises(TierError) as caught:
-        driver.tier.check_reachable()  # type: ignore[attr-defined]  # every pooled tier has it
+        driver.tier.check_reachable()
     assert caught.value.tier == "obj"
     assert caught.value.__cause__ is None
     assert ACCESS_KEY not in str(caught.value)
@@ -42,7 +42,7 @@ def refusal(driver: TierDriver) -> str:
 def test_a_server_that_lets_us_in_passes_the_check(start_tier: StartTier, bucket: Bucket) -> None:
     driver = start_tier()
     for _ in range(2):
-        driver.tier.check_reachable()  # type: ignore[attr-defined]  # every pooled tier has it
+        driver.tier.check_reachable()
     assert len(bucket.names("namespace.json")) == 1
 
 

@@ -18,7 +18,7 @@ from kvtier.tiering.obj import ObjTier
 
 def assert_round_trip(writer: TierDriver, reader: TierDriver) -> None:
     """Store through one tier and find and load through another."""
-    writer.tier.check_reachable()  # type: ignore[attr-defined]  # every pooled tier has it
+    writer.tier.check_reachable()
     assert writer.store([1, 2, 3]).success
     assert reader.lookup(2)
     assert not reader.lookup(4)
@@ -68,7 +68,7 @@ def test_tls_with_an_authority_of_our_own(start_tls_tier: StartTier, tls_server:
 
 def test_a_certificate_that_nobody_vouches_for_is_refused(start_tls_tier: StartTier) -> None:
     with pytest.raises(TierError, match="its certificate is not trusted; ca_file"):
-        start_tls_tier().tier.check_reachable()  # type: ignore[attr-defined]  # every pooled tier has it
+        start_tls_tier().tier.check_reachable()
 
 
 def test_a_web_server_that_takes_put(server: S3Server, prefix: str) -> None:

@@ -57,7 +57,7 @@ def start(tmp_path: Path, wall: WallClock) -> Iterator[Start]:
 
 
 def cause_of(driver: TierDriver, number: int) -> MissCause | None:
-    miss = driver.tier.explain(key_of(number), ReqContext("r"))  # type: ignore[attr-defined]  # a slab tier's
+    miss = driver.tier.explain(key_of(number), ReqContext("r"))
     return None if miss is None else miss.cause
 
 

@@ -134,9 +134,9 @@ def test_a_router_forgets_what_was_lost(start_tier: StartTier, path: Path) -> No
     clock = ManualClock()
     driver = start_tier(clock=clock)
     driver.store([1])
-    assert driver.tier.drain_evicted() == []  # type: ignore[attr-defined]  # of the slab tier
+    assert driver.tier.drain_evicted() == []
     path.unlink()
     clock.advance(CHECK_S)
     driver.store([2])
-    assert driver.tier.drain_evicted() is None  # type: ignore[attr-defined]  # likewise
-    assert driver.tier.drain_evicted() == []  # type: ignore[attr-defined]  # likewise
+    assert driver.tier.drain_evicted() is None
+    assert driver.tier.drain_evicted() == []

@@ -64,7 +64,7 @@ def test_a_user_with_just_these_permissions_is_enough(
     guarded: LiveServer, start_tier: StartTier, no_leak: None
 ) -> None:
     driver = start_tier(url_of(guarded, f"writer:{ESCAPED}"))
-    driver.tier.check_reachable()  # type: ignore[attr-defined]  # every pooled tier has it
+    driver.tier.check_reachable()
     assert driver.store([1]).success
     assert driver.lookup(1)
     assert driver.load([1]).success
@@ -95,7 +95,7 @@ def test_a_user_who_may_not_write_is_told_what_he_lacks(
     start_tier(url_of(guarded, f"writer:{ESCAPED}")).store([1])
     driver = start_tier(url_of(guarded, f"reader:{ESCAPED}"))
     with pytest.raises(TierError, match=r"lacks a permission: grant it .*\+set") as raised:
-        driver.tier.check_reachable()  # type: ignore[attr-defined]
+        driver.tier.check_reachable()
     assert "reader" not in str(raised.value)
     stored = driver.store([2])
     assert (stored.success, stored.is_fault) == (False, True)

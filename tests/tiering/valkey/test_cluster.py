@@ -117,7 +117,7 @@ def test_a_node_that_is_away_costs_its_own_blocks_only(
             assert np.array_equal(hasty.rows[number], content_of(number))
         clock.advance(60.0)
         assert [hasty.lookup(number) for number in NUMBERS] == [number in others for number in NUMBERS]
-        hasty.tier.check_reachable()  # type: ignore[attr-defined]  # every pooled tier has it
+        hasty.tier.check_reachable()
     finally:
         node.start() if is_killed else node.resume()
     healthy.heal()
@@ -214,7 +214,7 @@ def test_a_cluster_that_is_reached_as_a_single_server_is_said(
     for node in healthy.nodes[:3]:
         other = start_tier(node.url)
         try:
-            other.tier.check_reachable()  # type: ignore[attr-defined]
+            other.tier.check_reachable()
         except TierError as error:
             messages.add(str(error).partition(" refuses ")[2])
     assert messages == {"(MOVED): it is one of a cluster: set cluster to true"}
@@ -225,7 +225,7 @@ def test_a_single_server_that_is_reached_as_a_cluster_is_said(
 ) -> None:
     driver = start_tier(server.url, cluster=True)
     with pytest.raises(TierError, match="not one of a cluster"):
-        driver.tier.check_reachable()  # type: ignore[attr-defined]
+        driver.tier.check_reachable()
     stored = driver.store([1])
     assert (stored.success, stored.is_fault) == (False, True)
 
@@ -233,13 +233,13 @@ def test_a_single_server_that_is_reached_as_a_cluster_is_said(
 def test_a_cluster_without_slots_is_said(start_server: StartServer, start_tier: StartTier) -> None:
     server = start_server("redis", "--cluster-enabled", "yes")
     with pytest.raises(TierError, match="CLUSTERDOWN"):
-        start_tier(server.url, cluster=True).tier.check_reachable()  # type: ignore[attr-defined]
+        start_tier(server.url, cluster=True).tier.check_reachable()
 
 
 def test_a_cluster_that_is_away_is_said_and_costs_misses(start_tier: StartTier) -> None:
     driver = start_tier(f"redis://eve:sesame@127.0.0.1:{free_port()}", cluster=True)
     with pytest.raises(TierError, match="cannot be reached: Connection refused") as raised:
-        driver.tier.check_reachable()  # type: ignore[attr-defined]
+        driver.tier.check_reachable()
     assert "sesame" not in str(raised.value)
     loaded = driver.load([1])
     assert (loaded.success, loaded.is_fault) == (False, True)

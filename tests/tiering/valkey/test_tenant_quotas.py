@@ -172,10 +172,10 @@ def test_a_user_that_may_not_list_is_refused_at_the_start(
     with server.client() as client:
         client.execute_command("ACL", "SETUSER", "engine", "on", ">secret", "~kvtier:*", "+@all", "-scan")
     url = f"redis://engine:secret@127.0.0.1:{server.port}"
-    start(url, {"alice": None, "bob": None}).tier.check_reachable()  # type: ignore[attr-defined]  # a valkey tier's
+    start(url, {"alice": None, "bob": None}).tier.check_reachable()
     driver = open_tier(url, {"alice": 2**20})
     with pytest.raises(TierError, match=r"quota_bytes cannot be kept .*\+scan") as caught:
-        driver.tier.check_reachable()  # type: ignore[attr-defined]  # a valkey tier's
+        driver.tier.check_reachable()
     assert "secret" not in str(caught.value)
     assert driver.tier.shutdown(HANG_GUARD_S)
 

@@ -229,12 +229,10 @@ class PoolStore:
         return arrived
 
     def _purge(self) -> PurgeOutcome:
-        try:
-            self._tier.begin_purge()
-        except TierError as error:
-            return PurgeOutcome(0, error=str(error))
-        while not isinstance(found := self._tier.poll_purge(), PurgeOutcome):
+        found: PurgeOutcome | int | None = self._tier.purge()
+        while not isinstance(found, PurgeOutcome):
             time.sleep(PURGE_CHECK_S)
+            found = self._tier.poll_purge()
         return found
 
     def _report_lookup(self, owner: object) -> None:

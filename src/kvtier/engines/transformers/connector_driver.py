@@ -11,7 +11,6 @@ from functools import partial
 from kvtier.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec, TransferJobId
 from kvtier.config import ModelIdentity
 from kvtier.connector.common import OffloadingConnectorMetadata
-from kvtier.connector.protocols import ModelSwitchingManager
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.engines.common.step import StepOutput, WorkerOutput, begin_step, end_step
@@ -21,7 +20,7 @@ from kvtier.histogram import HistogramSnapshot
 from kvtier.observe.control import open_control
 from kvtier.observe.control_commands import PromptHasher
 from kvtier.observe.spans import RequestSpans
-from kvtier.operating import DrainingManager, DrainResult
+from kvtier.operating import DrainResult
 from kvtier.recording.recorder import open_recorder
 
 POLL_INTERVAL_S = 0.0002
@@ -138,8 +137,6 @@ class ConnectorDriver:
             plan: a step that computes nothing of it.
         """
         manager = self.manager
-        if not isinstance(manager, DrainingManager):
-            return
         while self._scheduler.has_unstored(request.request_id) and manager.will_have_room():
             self.step(plan)
             self._pause(POLL_INTERVAL_S)
@@ -166,7 +163,7 @@ class ConnectorDriver:
         if self._open_jobs:
             return DrainResult(has_ended=False)
         left_s = max(0.0, end_s - self._clock())
-        return self.manager.drain(left_s) if isinstance(self.manager, DrainingManager) else DrainResult()
+        return self.manager.drain(left_s)
 
     def reset(self) -> None:
         """Forget every block in every tier; the caller resets the device pool."""
@@ -181,10 +178,8 @@ class ConnectorDriver:
             model: the weights; what is stored of them is found. None for weights that nothing names: their blocks are
                 kept in host memory alone.
         """
-        manager = self.manager
-        switch = partial(manager.switch_model, model) if isinstance(manager, ModelSwitchingManager) else None
         with DeferredInterrupt():
-            self._scheduler.reset(switch)
+            self._scheduler.reset(partial(self.manager.switch_model, model))
             self.step(StepOutput())
 
     def stats(self) -> dict[str, float]:

@@ -18,18 +18,14 @@ from kvtier.cpu.policies.base import clear_policy
 from kvtier.cpu.policies.learning import RequestLearner, make_arrived
 from kvtier.departed import Loss, make_losses
 from kvtier.errors import InvariantError, TierError
-from kvtier.misses import Miss, MissExplainer
+from kvtier.misses import Miss
 from kvtier.settings import IsDataclass, flag, parse_settings, setting, whole
 from kvtier.tiering.base import (
     NO_SETTINGS,
-    DroppingTier,
-    EvictionReporter,
     JobMetadata,
     JobResult,
-    PurgeableTier,
-    RequestAware,
+    PurgeOutcome,
     SecondaryTierManager,
-    TenantPurger,
     TierSettings,
 )
 
@@ -55,15 +51,7 @@ class ExampleSettings:
     )
 
 
-class ExampleSecondaryTier(
-    SecondaryTierManager,
-    EvictionReporter,
-    PurgeableTier,
-    TenantPurger,
-    DroppingTier,
-    RequestAware,
-    MissExplainer,
-):
+class ExampleSecondaryTier(SecondaryTierManager):
     """Keeps rows in a dictionary.
 
     Args:
@@ -184,17 +172,12 @@ class ExampleSecondaryTier(
         """Return how many blocks are held."""
         return len(self.blocks)
 
-    def purge(self) -> list[OffloadKey]:
-        dropped = list(self.blocks)
-        self.clear()
-        return dropped
-
-    def begin_tenant_purge(self, tenant: int) -> list[OffloadKey]:
-        dropped = [key for key in self.blocks if get_offload_tenant(key) == tenant]
+    def purge(self, tenant: int | None = None) -> PurgeOutcome:
+        dropped = [key for key in self.blocks if tenant is None or get_offload_tenant(key) == tenant]
         for key in dropped:
             del self.blocks[key]
             self._order.remove(key)
-        return dropped
+        return PurgeOutcome(len(dropped), dropped)
 
     def drop(self, keys: Collection[OffloadKey]) -> None:
         for key in keys:

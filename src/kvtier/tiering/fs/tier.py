@@ -13,9 +13,9 @@ from kvtier.base import OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.departed import Loss
 from kvtier.limits import count_usable_cores
-from kvtier.misses import Miss, MissExplainer
+from kvtier.misses import Miss
 from kvtier.settings import parse_settings
-from kvtier.tiering.base import NO_SETTINGS, EvictionReporter, PurgeOutcome, TierSettings
+from kvtier.tiering.base import NO_SETTINGS, PurgeOutcome, TierSettings
 from kvtier.tiering.fs.directory import open_directory
 from kvtier.tiering.fs.evictor import Evictor
 from kvtier.tiering.fs.folders import FSNamespace
@@ -27,7 +27,7 @@ from kvtier.tiering.fs.system import REAL_CALLS, SystemCalls
 from kvtier.tiering.kit.backend import rows_of
 from kvtier.tiering.kit.disk import plan_num_threads
 from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES, MAX_KEY_BYTES
-from kvtier.tiering.kit.place import PlaceTier, ProbedTier, TierFinding
+from kvtier.tiering.kit.place import TierFinding
 from kvtier.tiering.kit.purging import remove_from_place
 from kvtier.tiering.kit.tenant_counts import make_excesses, make_tenant_counts
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
@@ -42,7 +42,9 @@ MAX_TASK_BLOCKS = 64
 """The same for very small blocks, so that a job of them is shared by several threads."""
 
 
-class FSTier(ThreadedTier[FSNamespace], EvictionReporter, PlaceTier, ProbedTier, MissExplainer):
+class FSTier(
+    ThreadedTier[FSNamespace],
+):
     """One file per block in a directory that any number of engines may share.
 
     Args:

@@ -268,45 +268,6 @@ class Place(ABC):
         """Close connections and files; idempotent."""
 
 
-class PlaceTier(ABC):
-    """Optional contract for tiers whose blocks can be seen without an engine.
-
-    Attributes:
-        place_setting: the tier's setting that says where its blocks are.
-    """
-
-    place_setting: ClassVar[str]
-
-    @classmethod
-    @abstractmethod
-    def open_place(cls, own: Mapping[str, object]) -> Place:
-        """Return the place that the tier's own settings describe; changes nothing there.
-
-        Args:
-            own: as in a configuration; at least ``place_setting``.
-
-        Raises:
-            ConfigError: there is no such place, or it is none of this tier's.
-            TierError: it cannot be reached.
-        """
-
-
-class ProbedTier(ABC):
-    """Optional contract for tiers that can tell without an engine whether one could use them."""
-
-    @classmethod
-    @abstractmethod
-    def probe(cls, own: Mapping[str, object]) -> list[TierFinding]:
-        """Find out whether an engine with these settings could work; leaves nothing behind, and never raises TierError.
-
-        Args:
-            own: the tier's own settings, complete.
-
-        Raises:
-            ConfigError: a setting that cannot work.
-        """
-
-
 def check_bytes(
     header: Buffer, payload: Buffer, namespace_name: str, key: bytes | None, opener: Opener | None = None
 ) -> BlockState:

@@ -28,14 +28,10 @@ from kvtier.namespace import make_namespace, require_stable_hash
 from kvtier.tiering.base import (
     FAILURES_TO_OPEN,
     NO_SETTINGS,
-    BackendPurger,
-    DroppingTier,
     JobMetadata,
     JobResult,
     PurgeOutcome,
-    ReachableTier,
     SecondaryTierManager,
-    TenantPurger,
     TierSettings,
 )
 from kvtier.tiering.kit.backend import BlockStore
@@ -93,12 +89,10 @@ class ThreadOptions:
     joins_jobs: bool = False
 
 
-class ThreadedTier(
-    SecondaryTierManager, ReachableTier, BackendPurger, TenantPurger, DroppingTier, Generic[S]
-):
+class ThreadedTier(SecondaryTierManager, Generic[S]):
     """Everything of a tier but the backend.
 
-    A tier that knows what it evicts adds ``EvictionReporter`` and keeps blocks of ``keys_being_stored`` for a later
+    A tier that knows what it evicts writes ``drain_evicted`` and keeps blocks of ``keys_being_stored`` for a later
     report.
 
     Args:
@@ -268,18 +262,14 @@ class ThreadedTier(
         self.config = replace(self.config, model=model)
         self.reset(b"")
 
-    def begin_purge(self) -> None:
+    def purge(self, tenant: int | None = None) -> PurgeOutcome | None:
         if self._purge is None:
-            raise TierError(self._name, "this tier cannot remove all its blocks while its engine runs")
-        self._purge.begin(self._namespace_name)
-
-    def begin_tenant_purge(self, tenant: int) -> None:
-        if self._purge is None:
-            raise TierError(self._name, "this tier cannot remove a tenant's blocks while its engine runs")
-        if self._encryption is not None:
+            return super().purge(tenant)
+        if tenant is not None and self._encryption is not None:
             failure = "names of encrypted blocks tell a running engine no tenant: purge the place with --key-file RING"
-            raise TierError(self._name, failure)
+            return PurgeOutcome(0, error=failure)
         self._purge.begin(self._namespace_name, tenant)
+        return None
 
     def poll_purge(self) -> PurgeOutcome | int:
         assert self._purge is not None, "only a purge that has begun goes on"

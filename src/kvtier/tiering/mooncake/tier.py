@@ -12,11 +12,11 @@ from typing import ClassVar
 from kvtier.base import Locality, OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
 from kvtier.errors import TierError
-from kvtier.misses import Miss, MissExplainer
+from kvtier.misses import Miss
 from kvtier.settings import parse_settings
 from kvtier.tiering.base import NO_SETTINGS, TierSettings
 from kvtier.tiering.kit.backend import rows_of
-from kvtier.tiering.kit.place import PlaceTier, ProbedTier, TierFinding, name_place
+from kvtier.tiering.kit.place import TierFinding, name_place
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 from kvtier.tiering.mooncake.client import MooncakeClient
 from kvtier.tiering.mooncake.descriptions import DescriptionBuffer
@@ -38,7 +38,9 @@ POSITIVE_TTL_S = 2.0
 true nearly always; more would promise blocks that are gone, less looks up the same prefix again."""
 
 
-class MooncakeTier(ThreadedTier[MooncakeNamespace], PlaceTier, ProbedTier, MissExplainer):
+class MooncakeTier(
+    ThreadedTier[MooncakeNamespace],
+):
     """Blocks in the memory of a Mooncake store.
 
     Args:

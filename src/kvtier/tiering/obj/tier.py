@@ -11,14 +11,14 @@ from typing import ClassVar
 
 from kvtier.base import Locality, OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
-from kvtier.misses import Miss, MissExplainer
+from kvtier.misses import Miss
 from kvtier.quantities import MAX_BYTES
 from kvtier.settings import parse_settings
 from kvtier.tiering.base import NO_SETTINGS, TierSettings
 from kvtier.tiering.kit.backend import Counters, rows_of
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
 from kvtier.tiering.kit.lifetime import make_lifetime
-from kvtier.tiering.kit.place import PlaceTier, ProbedTier, TierFinding
+from kvtier.tiering.kit.place import TierFinding
 from kvtier.tiering.kit.purging import remove_from_place
 from kvtier.tiering.kit.quota_counts import make_quota_counts
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
@@ -41,7 +41,9 @@ COUNTS = ("hits", "absent", "damaged", "foreign", "loaded_bytes", "stored_blocks
 CAPACITY_COUNTS = ("declined", "evicted", "evicted_bytes", "failed_passes")
 
 
-class ObjTier(ThreadedTier[ObjNamespace], PlaceTier, ProbedTier, MissExplainer):
+class ObjTier(
+    ThreadedTier[ObjNamespace],
+):
     """Objects in a bucket that any number of engines may share.
 
     Args:

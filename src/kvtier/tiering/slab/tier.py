@@ -17,15 +17,15 @@ from kvtier.cpu.policies import create_cache_policy
 from kvtier.cpu.policies.learning import make_arrived
 from kvtier.departed import make_losses
 from kvtier.errors import TierError
-from kvtier.misses import Miss, MissCause, MissExplainer
+from kvtier.misses import Miss, MissCause
 from kvtier.settings import parse_settings
-from kvtier.tiering.base import NO_SETTINGS, EvictionReporter, RequestAware, TierSettings
+from kvtier.tiering.base import NO_SETTINGS, TierSettings
 from kvtier.tiering.kit.backend import rows_of
 from kvtier.tiering.kit.disk import plan_num_threads
 from kvtier.tiering.kit.envelope import MAX_KEY_BYTES
 from kvtier.tiering.kit.lifetime import make_lifetime
 from kvtier.tiering.kit.mount import MountPoint
-from kvtier.tiering.kit.place import PlaceTier, ProbedTier, TierFinding
+from kvtier.tiering.kit.place import TierFinding
 from kvtier.tiering.kit.tenant_counts import make_tenant_counts
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 from kvtier.tiering.slab.documents import write_document
@@ -44,7 +44,7 @@ DEFAULT_POLICY = "lru"
 
 
 class SlabTier(
-    ThreadedTier[SlabNamespace], EvictionReporter, RequestAware, PlaceTier, ProbedTier, MissExplainer
+    ThreadedTier[SlabNamespace],
 ):
     """Fixed-size slots in one preallocated file that belongs to this tier alone.
 

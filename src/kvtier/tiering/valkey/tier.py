@@ -11,11 +11,11 @@ from typing import ClassVar
 
 from kvtier.base import Locality, OffloadKey, ReqContext
 from kvtier.config import OffloadingConfig
-from kvtier.misses import Miss, MissExplainer
+from kvtier.misses import Miss
 from kvtier.settings import parse_settings
 from kvtier.tiering.base import NO_SETTINGS, TierSettings
 from kvtier.tiering.kit.backend import rows_of
-from kvtier.tiering.kit.place import PlaceTier, ProbedTier, TierFinding, name_place
+from kvtier.tiering.kit.place import TierFinding, name_place
 from kvtier.tiering.kit.purging import remove_from_place
 from kvtier.tiering.kit.quota_counts import make_quota_counts
 from kvtier.tiering.kit.quota_keeper import QuotaKeeper
@@ -44,7 +44,9 @@ QUOTA_PERMISSIONS = "+scan +object|idletime +memory|usage +client|no-touch"
 """What a user must be allowed to do beside moving blocks, where tenants have quotas."""
 
 
-class ValkeyTier(ThreadedTier[ValkeyNamespace], PlaceTier, ProbedTier, MissExplainer):
+class ValkeyTier(
+    ThreadedTier[ValkeyNamespace],
+):
     """One value per block on a server, or a cluster of them, that any number of engines may share.
 
     Args:
