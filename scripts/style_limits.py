@@ -264,7 +264,7 @@ def check_overrides(package: Package) -> Iterator[Finding]:
 
 
 def check_short_files(package: Package) -> Iterator[Finding]:
-    """A short file with few importers makes a reader open one more file."""
+    """A short file with few importers makes a reader open one more file; one that only re-exports keeps a name."""
     importers = _importers(package)
     for module, source in package.items():
         num_lines, num_importers = len(source.text.splitlines()), len(importers.get(module, ()))
@@ -272,11 +272,22 @@ def check_short_files(package: Package) -> Iterator[Finding]:
         is_exempt = (
             source.path.name == "__init__.py"
             or is_program
+            or _only_re_exports(source.tree)
             or any(source.path.parent.as_posix().endswith(folder) for folder in CONTRACT_FOLDERS)
         )
         if num_lines < MIN_FILE_LINES and num_importers < MIN_IMPORTERS and not is_exempt:
             message = f"file of {num_lines} lines with {num_importers} importers: move it into one of them"
             yield Finding(source.path, 1, message)
+
+
+def _only_re_exports(tree: ast.Module) -> bool:
+    """Return whether a module has its docstring, imports and the list of its names, and nothing else. Pure."""
+    own = [one for one in tree.body[1:] if not isinstance(one, ast.Import | ast.ImportFrom)]
+    return bool(own) and all(isinstance(one, ast.Assign) and _names_all(one) for one in own)
+
+
+def _names_all(node: ast.Assign) -> bool:
+    return [ast.unparse(target) for target in node.targets] == ["__all__"]
 
 
 def check_docstrings(source: Source) -> Iterator[Finding]:

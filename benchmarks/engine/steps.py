@@ -25,11 +25,10 @@ from kvtier.base import (
 )
 from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
-from kvtier.cpu.manager import CPUOffloadingManager
+from kvtier.cpu.manager import CPUOffloadingManager, CPUPrimaryTierOffloadingManager
 from kvtier.engines.common.step import CachedRequests, NewRequest, StepOutput
 from kvtier.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from kvtier.tiering.manager import TieringOffloadingManager
-from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 
 NUM_REQUESTS = 1000
 BLOCK_TOKENS = 16

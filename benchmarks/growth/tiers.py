@@ -19,9 +19,9 @@ from benchmarks.harness.rounds import fixed, run_rounds
 from benchmarks.harness.suite import Options
 from benchmarks.harness.tier_jobs import make_config, make_keys
 from kvtier.base import ReqContext
+from kvtier.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvtier.tiering.example import ExampleSecondaryTier
 from kvtier.tiering.manager import TieringOffloadingManager
-from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 
 TIER_COUNTS = (1, 2, 4, 8, 16)
 QUICK_TIER_COUNTS = (1, 4)

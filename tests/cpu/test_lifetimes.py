@@ -64,14 +64,14 @@ def test_a_block_in_use_beyond_its_time_is_not_found_and_stays_until_its_load_ha
     manager.prepare_load(keys_of(1), REQUEST)
     clock.advance(10.0)
     manager.end_step()
-    assert [manager.list_held([key]) != () for key in keys_of(1, 2)] == [True, False]
+    assert [manager.table.held_among([key]) != () for key in keys_of(1, 2)] == [True, False]
     assert manager.lookup(key_of(1), REQUEST) is False
     miss = manager.explain(key_of(1), REQUEST)
     assert miss is not None
     assert miss.cause is MissCause.EXPIRED
     manager.complete_load(keys_of(1), REQUEST)
     manager.end_step()
-    assert not manager.list_held(keys_of(1))
+    assert not manager.table.held_among(keys_of(1))
     manager.check()
 
 
@@ -133,5 +133,6 @@ def test_evicted_failed_and_reset_blocks_leave_no_time_behind() -> None:
 
 def test_without_the_setting_nothing_is_remembered() -> None:
     manager = CPUOffloadingManager(2)
-    assert manager.lifetimes is None
+    store(manager, keys_of(1))
+    assert not manager.lifetimes.stored_s
     assert manager.table.listeners == ()

@@ -9,6 +9,7 @@ from tests.connector.fakes import HASH_TOKENS, FakeBlocks, FakeRequest, FakeSpec
 
 from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
+from kvtier.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvtier.engines.common.step import StepOutput
 from kvtier.misses import Miss, MissCause, NotStored, RequestRecord, not_stored
 from kvtier.observe.why import WhyReport, explain_records
@@ -18,7 +19,6 @@ from kvtier.tiering.base import SecondaryTierManager, TierSettings
 from kvtier.tiering.fs.system import REAL_CALLS, SystemCalls
 from kvtier.tiering.fs.tier import FSTier
 from kvtier.tiering.manager import TieringOffloadingManager
-from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 
 MakeTier = Callable[[OffloadingConfig, memoryview, ManualClock], SecondaryTierManager]
 

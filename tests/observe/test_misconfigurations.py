@@ -25,7 +25,6 @@ from tests.observe.site import (
 
 from kvtier.base import OffloadKey
 from kvtier.config import KVGroup, OffloadingConfig
-from kvtier.cpu.policies.learning import AdmissionControl
 from kvtier.cpu.policies.lru import LRUCachePolicy
 from kvtier.errors import ConfigError
 from kvtier.misses import Detail, Miss, MissCause, NotStored
@@ -39,7 +38,7 @@ from kvtier.tiering.example import ExampleSecondaryTier
 ROOMY = TierSettings(max_in_flight_store_bytes=2**30)
 
 
-class RefusingPolicy(LRUCachePolicy, AdmissionControl):
+class RefusingPolicy(LRUCachePolicy):
     """Keeps nothing that is offered."""
 
     def admit(self, keys: Collection[OffloadKey], req_id: str) -> Collection[OffloadKey]:

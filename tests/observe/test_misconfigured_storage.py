@@ -22,7 +22,6 @@ from tests.tiering.disks import small_disk_at
 
 from kvtier.base import OffloadKey, get_offload_group_idx
 from kvtier.config import GroupKind, KVGroup
-from kvtier.cpu.policies.learning import AdmissionControl
 from kvtier.cpu.policies.lru import LRUCachePolicy
 from kvtier.misses import Detail, Miss, MissCause, NotStored
 from kvtier.testing.tiering_driver import ROW_BYTES
@@ -32,7 +31,7 @@ NUM_KEPT = 5
 """Blocks of a prompt that ShortGroupPolicy keeps of the second KV group."""
 
 
-class ShortGroupPolicy(LRUCachePolicy, AdmissionControl):
+class ShortGroupPolicy(LRUCachePolicy):
     """Keeps everything of the first KV group, and of the second the first blocks that are offered."""
 
     def admit(self, keys: Collection[OffloadKey], req_id: str) -> Collection[OffloadKey]:

@@ -17,10 +17,10 @@ from tests.connector.fakes import HASH_TOKENS
 from tests.property.connector_managers import MoodyCPUManager, MoodyTieringManager
 
 from kvtier.config import GroupKind, KVGroup, ModelIdentity, OffloadingConfig
+from kvtier.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvtier.testing.clock import ManualClock
 from kvtier.tiering.base import TierSettings
 from kvtier.tiering.example import ExampleSecondaryTier
-from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 
 NUM_WORKERS = 2
 MAX_TOKENS = 48

@@ -12,7 +12,6 @@ from hypothesis.stateful import rule
 from kvtier.base import OffloadKey
 from kvtier.cpu.policies import BlockStatus, CachePolicy, create_cache_policy
 from kvtier.cpu.policies.arc import ARCCachePolicy
-from kvtier.cpu.policies.base import EvictionPreview
 from kvtier.cpu.policies.hazard import HazardCachePolicy
 from kvtier.cpu.policies.learning import ArrivedRequest
 from kvtier.cpu.policies.lru import LRUCachePolicy
@@ -20,7 +19,7 @@ from kvtier.testing.examples import num_examples
 from kvtier.testing.policy_machine import KEYS, PolicyMachine, key_lists
 
 
-class Twins(CachePolicy, EvictionPreview):
+class Twins(CachePolicy):
     """Two policies that are told the same and must evict the same; the first of them answers."""
 
     def __init__(self, policy: CachePolicy, other: CachePolicy) -> None:
@@ -54,8 +53,7 @@ class Twins(CachePolicy, EvictionPreview):
         assert victims == self.other.evict(n, protected)
         return victims
 
-    def next_victims(self, n: int) -> list[OffloadKey]:
-        assert isinstance(self.policy, EvictionPreview)
+    def next_victims(self, n: int) -> list[OffloadKey] | None:
         return self.policy.next_victims(n)
 
     def clear(self) -> None:

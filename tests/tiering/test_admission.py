@@ -5,21 +5,10 @@ from collections.abc import Collection
 import pytest
 
 from kvtier.base import OffloadKey, make_offload_key
-from kvtier.cpu.policies.learning import AdmissionControl
 from kvtier.errors import ConfigError, UnknownNameError
 from kvtier.testing.tier_suite import key_of
-from kvtier.tiering.admission import PassThroughAdmission, TierAdmission, parse_admission
+from kvtier.tiering.admission import TierAdmission, make_passing_admission, parse_admission
 from kvtier.tiering.base import parse_tier_settings
-
-
-class Admitting(AdmissionControl):
-    """Admits certain keys."""
-
-    def __init__(self, *keys: OffloadKey) -> None:
-        self.admitted = frozenset(keys)
-
-    def admit(self, keys: Collection[OffloadKey], req_id: str) -> Collection[OffloadKey]:
-        return [key for key in keys if key in self.admitted]
 
 
 def keys_of(*numbers: int) -> list[OffloadKey]:
@@ -28,10 +17,12 @@ def keys_of(*numbers: int) -> list[OffloadKey]:
 
 def passing(keys: list[OffloadKey], own: list[OffloadKey], below: list[OffloadKey]) -> list[OffloadKey]:
     """Return what is admitted of ``keys`` when the policy wants ``own`` and a tier ``below``."""
-    admission = PassThroughAdmission(
-        Admitting(*own), lambda refused: [key for key in refused if key in below]
-    )
-    return list(admission.admit(keys, "r"))
+
+    def admit(offered: Collection[OffloadKey], req_id: str) -> Collection[OffloadKey]:
+        return [key for key in offered if key in own]
+
+    passing_admit = make_passing_admission(admit, lambda refused: [key for key in refused if key in below])
+    return list(passing_admit(keys, "r"))
 
 
 def test_the_setting_is_read_into_typed_values() -> None:

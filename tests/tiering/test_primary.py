@@ -3,10 +3,10 @@
 import pytest
 
 from kvtier.base import ReqContext
+from kvtier.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvtier.errors import BlockNotReadyError
 from kvtier.testing.manager_suite import keys_of
 from kvtier.testing.tiering_driver import ArrayRegion
-from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 
 REQUEST = ReqContext("a")
 

@@ -1,12 +1,12 @@
 """Promotions of one step start as one job per tier and request, in the order of the lookups."""
 
 from kvtier.base import OffloadKey, ReqContext
+from kvtier.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import key_of, make_config
 from kvtier.testing.tiering_driver import ROW_BYTES, ArrayRegion
 from kvtier.tiering.example import ExampleSecondaryTier
 from kvtier.tiering.guard import GuardedTier
-from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 from kvtier.tiering.transfers import TierTransfers
 
 

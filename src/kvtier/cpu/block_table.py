@@ -7,12 +7,12 @@ from 0, then freed ones, last freed first, so that a run can be replayed and a l
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
-from kvtier.base import OffloadKey
+from kvtier.base import OffloadKey, overrides
 from kvtier.cpu.orphaned_slots import OrphanedSlots
-from kvtier.cpu.policies.base import IN_FLIGHT, BlockStatus, CachePolicy, IdleListener, clear_policy
+from kvtier.cpu.policies.base import IN_FLIGHT, BlockStatus, CachePolicy, clear_policy
 from kvtier.errors import BlockNotReadyError, ConfigError, InvariantError
 
 
@@ -32,6 +32,14 @@ class BlockListener(ABC):
     @abstractmethod
     def on_cleared(self) -> None:
         """Handle that nothing is held any more."""
+
+    def stats(self) -> dict[str, float]:
+        """Return counters and gauges by dotted name. Thread: any."""
+        return {}
+
+    @abstractmethod
+    def check(self, held: Mapping[OffloadKey, BlockStatus]) -> None:
+        """Raise InvariantError when what was reported is not ``held``."""
 
 
 class SlotAllocator:
@@ -145,9 +153,8 @@ class BlockTable:
         self.num_blocks = num_blocks
         self.policy = policy
         self.get_block = policy.getter()
-        self._idle_listener = policy if isinstance(policy, IdleListener) else None
-        if self._idle_listener is not None:
-            self._idle_listener.expect_idle()
+        self._reports_idle = overrides(policy.on_idle, CachePolicy.on_idle)
+        policy.expect_idle()
         self.slots = SlotAllocator(num_blocks)
         self.orphans = OrphanedSlots(self.slots.give_back)
         self.holds: dict[OffloadKey, int] = {}
@@ -171,6 +178,15 @@ class BlockTable:
         return [
             key for key, block in zip(keys, blocks, strict=True) if block is not None and block.ref_cnt >= 0
         ]
+
+    def held_among(self, keys: Collection[OffloadKey]) -> tuple[OffloadKey, ...]:
+        """Return those of ``keys`` that are held, ready or in flight. Pure."""
+        return tuple(key for key in keys if self.get_block(key) is not None)
+
+    def absent_among(self, keys: Collection[OffloadKey], but: Collection[OffloadKey]) -> list[OffloadKey]:
+        """Return those of ``keys`` that are not held, ``but`` left out, in order. Pure."""
+        left_out = frozenset(but)
+        return [key for key in keys if key not in left_out and self.get_block(key) is None]
 
     def is_in_flight(self, key: OffloadKey) -> bool:
         """Return whether a write of ``key`` is in flight. Pure."""
@@ -303,8 +319,8 @@ class BlockTable:
         self.num_in_flight -= len(finished)
         if success:
             self.num_evictable += len(finished)
-            if finished and self._idle_listener is not None:
-                self._idle_listener.on_idle(finished)
+            if finished and self._reports_idle:
+                self.policy.on_idle(finished)
             holds = self.holds
             if holds and not holds.keys().isdisjoint(finished):
                 for key in holds.keys() & finished:
@@ -341,13 +357,31 @@ class BlockTable:
                 is_write = block.ref_cnt == IN_FLIGHT
                 self.orphans.adopt(block.block_id, key, is_write=is_write, num_reports=abs(block.ref_cnt))
         idle_slots = [block.block_id for block in held.values() if block.ref_cnt == 0]
-        if clear_policy(self.policy, self.num_blocks) and self._idle_listener is not None:
-            self._idle_listener.expect_idle()
+        if clear_policy(self.policy, self.num_blocks):
+            self.policy.expect_idle()
         self.slots.give_back(idle_slots[::-1])
         self.num_evictable = self.num_in_flight = 0
         for listener in self.listeners:
             listener.on_cleared()
         return [key for key, block in held.items() if block.ref_cnt >= 0]
+
+    def stats(self) -> dict[str, float]:
+        """Return counts of blocks by name, and what share of them no eviction could free now. Thread: any."""
+        num_free = self.slots.num_free
+        num_pinned = max(0, self.num_blocks - num_free - self.num_evictable)
+        num_writing = min(self.num_in_flight, num_pinned)
+        return {
+            "capacity_blocks": self.num_blocks,
+            "held_blocks": self.num_held,
+            "free_blocks": num_free,
+            "evictable_blocks": self.num_evictable,
+            "in_flight_blocks": self.num_in_flight,
+            "orphaned_blocks": len(self.orphans.by_slot),
+            # vLLM's own dashboards show these shares.
+            "pinned_ratio": num_pinned / self.num_blocks,
+            "write_pinned_ratio": num_writing / self.num_blocks,
+            "read_pinned_ratio": (num_pinned - num_writing) / self.num_blocks,
+        }
 
     def check(self) -> None:
         """Recount slots and blocks; for tests, it visits every block.
@@ -358,6 +392,8 @@ class BlockTable:
         held = self.slots.held_blocks(self.get_block)
         self.policy.check(held)
         self.orphans.check()
+        for listener in self.listeners:
+            listener.check(held)
         used = [block.block_id for block in held.values()] + self.slots.freed + list(self.orphans.by_slot)
         high_water_mark = self.slots.high_water_mark
         if sorted(used) != list(range(high_water_mark)):
@@ -398,8 +434,8 @@ class BlockTable:
     def _count_idle(self, num_idle: int, keys: Iterable[OffloadKey]) -> None:
         """Count blocks that have become idle, which are some of ``keys``, and notify a policy that listens."""
         self.num_evictable += num_idle
-        if num_idle and self._idle_listener is not None:
-            self._idle_listener.on_idle(keys)
+        if num_idle and self._reports_idle:
+            self.policy.on_idle(keys)
 
     def _num_evictable_outside(self, protected: Collection[OffloadKey], at_least: int) -> int:
         """Return how many blocks may leave, or a lower bound that is not below ``at_least``. Pure.

@@ -38,6 +38,7 @@ class EventLog:
         max_untaken_keys: keys in events that were not taken yet, before they are merged.
         tier: which secondary tier; None for host memory.
         locality: where the medium is; None when that is not known.
+        is_on: whether anything is recorded.
 
     Attributes:
         events: those that were not taken yet, oldest first.
@@ -51,7 +52,9 @@ class EventLog:
         max_untaken_keys: int = MAX_UNTAKEN_KEYS,
         tier: str | None = None,
         locality: Locality | None = Locality.LOCAL,
+        is_on: bool = True,
     ) -> None:
+        self.is_on = is_on
         self._medium = medium
         self._tier = tier
         self._locality = locality
@@ -62,7 +65,7 @@ class EventLog:
 
     def record(self, keys: Sequence[OffloadKey], *, removed: bool) -> None:
         """Append one event about ``keys``; none of them is no event."""
-        if not keys:
+        if not keys or not self.is_on:
             return
         self._append(list(keys), removed=removed)
         if self._num_keys > self._limit and len(self.events) > 1:

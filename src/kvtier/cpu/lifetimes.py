@@ -8,10 +8,11 @@ The clock is monotonic, so no change of the wall clock makes a block older or yo
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from kvtier.base import OffloadKey
 from kvtier.cpu.block_table import BlockListener
+from kvtier.cpu.policies.base import BlockStatus
 from kvtier.errors import InvariantError
 
 
@@ -19,15 +20,17 @@ class BlockLifetimes(BlockListener):
     """The time of each block's store, the oldest first.
 
     Args:
-        ttl_s: seconds that a block lives.
+        ttl_s: seconds that a block lives; None: no block ends, and none is listed here.
         clock: seconds, monotonic.
 
     Attributes:
+        is_limited: whether blocks end; otherwise nothing has to be reported here.
         stored_s: the clock's reading at the end of each held block's store.
     """
 
-    def __init__(self, ttl_s: float, clock: Callable[[], float]) -> None:
-        self._ttl_s = ttl_s
+    def __init__(self, ttl_s: float | None, clock: Callable[[], float]) -> None:
+        self.is_limited = ttl_s is not None
+        self._ttl_s = ttl_s or 0.0
         self._clock = clock
         self.stored_s: OrderedDict[OffloadKey, float] = OrderedDict()
 
@@ -50,17 +53,19 @@ class BlockLifetimes(BlockListener):
 
     def list_expired(self) -> list[OffloadKey]:
         """Return the blocks whose time is over, oldest first. Visits those that are over and one more."""
-        limit_s = self._clock() - self._ttl_s
         expired: list[OffloadKey] = []
+        if not self.stored_s:
+            return expired
+        limit_s = self._clock() - self._ttl_s
         for key, stored_s in self.stored_s.items():
             if stored_s > limit_s:
                 break
             expired.append(key)
         return expired
 
-    def check(self, ready: Collection[OffloadKey]) -> None:
-        """Raise InvariantError when the blocks with a time are not exactly those that are ready."""
-        if self.stored_s.keys() != set(ready):
+    def check(self, held: Mapping[OffloadKey, BlockStatus]) -> None:
+        ready = {key for key, block in held.items() if block.is_ready}
+        if self.stored_s.keys() != ready:
             raise InvariantError(
                 f"{len(self.stored_s)} blocks have a time of their store, {len(ready)} are ready"
             )

@@ -1,13 +1,13 @@
 """The primary tier's manager: what is held, what may be read now, where to write next.
 
 It moves no bytes: workers copy between the places that its specs name. A block table keeps slots and pins, a policy
-orders the blocks, and optional parts filter keys by reuse, learn from requests and log events. Scheduler side, one
-thread, never blocks. Every call makes a few C-speed passes over its batch, because an engine names thousands of blocks
-a step.
+orders the blocks, and optional parts filter keys by reuse, limit lifetimes and log events. Scheduler side, one thread,
+never blocks. Every call makes a few C-speed passes over its batch: an engine names thousands of blocks a step.
 
 Source: the contract follows vLLM's ``kv_offload/cpu/manager``, pull requests 37874 and 40020.
 """
 
+import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain
@@ -19,17 +19,19 @@ from kvtier.base import (
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
+    RowMemory,
     get_offload_tenant,
+    overrides,
 )
 from kvtier.config import DEFAULT_LOOKUP_DEADLINE_S, DEFAULT_MAX_TRACKER_SIZE
 from kvtier.cpu.block_table import BlockTable
 from kvtier.cpu.common import CPULoadStoreSpec, EventLog
 from kvtier.cpu.lifetimes import BlockLifetimes
 from kvtier.cpu.pin_leases import PinLeases
-from kvtier.cpu.policies.base import BlockStatus
-from kvtier.cpu.policies.learning import AdmissionControl, RequestLearner, ReuseForecast, make_arrived
-from kvtier.cpu.policies.registry import create_cache_policy
-from kvtier.cpu.reuse_filter import ReuseFilter
+from kvtier.cpu.policies.base import Admit, CachePolicy
+from kvtier.cpu.policies.learning import ReuseForecaster, make_arrived
+from kvtier.cpu.policies.registry import create_cache_policy, create_reuse_forecaster
+from kvtier.cpu.reuse_filter import MIN_STORE_THRESHOLD, ReuseFilter
 from kvtier.cpu.tenant_quotas import TenantBlocks
 from kvtier.cpu.waiting import WaitingRequests
 from kvtier.departed import HostDeparture, make_host_departures
@@ -38,8 +40,7 @@ from kvtier.misses import HOST_ORIGIN, Miss, MissCause
 from kvtier.operating import DroppedBlocks, PinnedBlocks, Purge, PurgedBlocks
 from kvtier.tenants import Tenants
 
-MIN_STORE_THRESHOLD = 2
-"""The lowest ``store_threshold`` that filters anything: each key that is stored has been accessed once."""
+logger = logging.getLogger(__name__)
 
 
 class CPUOffloadingManager(OffloadingManager):
@@ -60,11 +61,11 @@ class CPUOffloadingManager(OffloadingManager):
     Attributes:
         medium, store_threshold, max_tracker_size: the medium of its events, "CPU"; the arguments.
         table: the blocks, their slots and pins.
-        lifetimes: when blocks expire; None when they do not.
+        lifetimes: when blocks expire.
         tenant_blocks: the blocks of each tenant; None where there are none.
         leases: the blocks that operators and clients have pinned.
         departed: the blocks that left, or were refused.
-        admission: what refuses blocks that are offered; None when nothing does.
+        admit: decides which blocks that are offered are stored; None: all.
         forecast: the policy's estimates of reuse; None when it gives none.
         follows_requests: whether request_finished has an effect on more than what lookup has made wait.
 
@@ -95,26 +96,25 @@ class CPUOffloadingManager(OffloadingManager):
         self._get_block = self.table.get_block
         self._policy = policy
         self._clock = clock
-        self.lifetimes: BlockLifetimes | None = None
-        if ttl_s is not None:
-            self.lifetimes = BlockLifetimes(ttl_s, clock)
-            self.find = self._find_alive  # type: ignore[method-assign]  # without lifetimes no lookup asks for one
+        self.lifetimes = BlockLifetimes(ttl_s, clock)
         self.tenant_blocks = None if tenants is None else TenantBlocks(self.table, tenants, block_bytes)
         self._quotas = self.tenant_blocks if self.tenant_blocks and self.tenant_blocks.has_quotas else None
         self.leases = PinLeases(self.table, clock, self._quotas)
-        self.table.listeners = tuple(one for one in (self.lifetimes, self.tenant_blocks) if one is not None)
-        self._learner = policy if isinstance(policy, RequestLearner) else None
-        self.admission: AdmissionControl | None = policy if isinstance(policy, AdmissionControl) else None
-        self.forecast: ReuseForecast | None = policy if isinstance(policy, ReuseForecast) else None
+        lifetimes = self.lifetimes if self.lifetimes.is_limited else None
+        self.table.listeners = tuple(one for one in (lifetimes, self.tenant_blocks) if one is not None)
+        self._is_learning = overrides(policy.note_request, CachePolicy.note_request)
+        self.admit: Admit | None = policy.admit if overrides(policy.admit, CachePolicy.admit) else None
+        self.forecast = policy.forecast
         is_filtering = store_threshold >= MIN_STORE_THRESHOLD
         self._filter = ReuseFilter(store_threshold, max_tracker_size) if is_filtering else None
-        self._events = EventLog(self.medium) if enable_events else None
+        self._events = EventLog(self.medium, is_on=enable_events)
         self._is_shut_down = False
-        self.follows_requests = self._learner is not None or is_filtering
+        self.follows_requests = self._is_learning or is_filtering
         self._waiting = WaitingRequests(self.table, lookup_deadline_s)
         self.departed = make_host_departures(num_blocks, clock)
-        self._num_loaded = self._num_stored = self._num_failed = self._num_evicted = self._num_refused = 0
-        self._num_expired = 0
+        self._num_loaded = self._num_stored = self._num_failed = self._num_evicted = self._num_refused = (
+            self._num_expired
+        ) = 0
 
     @property
     def num_blocks(self) -> int:
@@ -139,16 +139,14 @@ class CPUOffloadingManager(OffloadingManager):
     @property
     def events(self) -> list[OffloadingEvent] | None:
         """The events that ``take_events`` would return now, oldest first; None where none are recorded."""
-        return None if self._events is None else list(self._events.events)
+        return list(self._events.events) if self._events.is_on else None
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
-        if self.lifetimes is not None:
+        if self.lifetimes.is_limited:
             self.expire_blocks()
-        params, learner = req_context.kv_transfer_params, self._learner
-        if learner is not None and (params or learner.learns_without_hints):
-            learner.note_request(make_arrived(chains, req_context, self._clock()))
-        if self.leases.ends_s:
-            self.leases.expire()
+        params, policy = req_context.kv_transfer_params, self._policy
+        if self._is_learning and (params or policy.learns_without_hints):
+            policy.note_request(make_arrived(chains, req_context, self._clock()))
         if params and (pin_s := req_context.hints.pin_s):
             self.leases.pin_for_request(chain.from_iterable(chains), pin_s)
 
@@ -163,16 +161,10 @@ class CPUOffloadingManager(OffloadingManager):
         block = self._get_block(key)
         if block is None:
             return False
-        return True if block.ref_cnt >= 0 else None
-
-    def _find_alive(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """Look a block up; one that is in use beyond its time is not found, or a hot one would never expire."""
-        answer = CPUOffloadingManager.find(self, key, req_context)
-        return False if answer and self.is_over(key) else answer
-
-    def is_over(self, key: OffloadKey) -> bool:
-        """Return whether ``key`` is held and its time to live is over."""
-        return self.lifetimes is not None and self.lifetimes.is_over(key)
+        if block.ref_cnt < 0:
+            return None
+        # One that is in use beyond its time is not found, or a hot one would never expire.
+        return not (self.lifetimes.is_limited and self.lifetimes.is_over(key))
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         if self._waiting.by_request:
@@ -184,24 +176,21 @@ class CPUOffloadingManager(OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        if self._filter is None and self.admission is None:
-            return self.reserve(keys)
-        return self.prepare_admitted_store(keys, req_context, self.admission)
+        return self.prepare_admitted_store(keys, req_context, self.admit)
 
     def prepare_admitted_store(
-        self, keys: Collection[OffloadKey], req_context: ReqContext, admission: AdmissionControl | None
+        self, keys: Collection[OffloadKey], req_context: ReqContext, admit: Admit | None
     ) -> PrepareStoreOutput | None:
-        """Do what prepare_store does, with ``admission`` in place of the policy's."""
+        """Do what prepare_store does, with ``admit`` in place of the policy's."""
         admitted = keys if self._filter is None else self._filter.admit(keys)
         if len(admitted) < len(keys):
-            self.departed.add(list_absent(self._get_block, keys, admitted), HostDeparture.REUSE_FILTER)
-        if admission is not None:
+            self.departed.add(self.table.absent_among(keys, admitted), HostDeparture.REUSE_FILTER)
+        if admit is not None:
             offered = admitted
-            admitted = admission.admit(offered, req_context.req_id)
+            admitted = admit(offered, req_context.req_id)
             if len(admitted) < len(offered):
-                if self.leases.ends_s:
-                    admitted = self.leases.add_leased(admitted, offered)
-                self.departed.add(list_absent(self._get_block, offered, admitted), HostDeparture.ADMISSION)
+                admitted = self.leases.add_leased(admitted, offered)
+                self.departed.add(self.table.absent_among(offered, admitted), HostDeparture.ADMISSION)
         protected = () if admitted is keys else frozenset(keys)
         output = self.reserve(admitted, protected)
         if output is not None and self._filter is not None:
@@ -209,18 +198,15 @@ class CPUOffloadingManager(OffloadingManager):
         return output
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        del req_context
         self._policy.touch(keys)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        del req_context
         orphans = self.table.orphans
         self.table.unpin_each(orphans.settle_keys(keys, is_write=False) if orphans.by_slot else keys)
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        del req_context
         self.finish_writes(keys, success=success)
 
     def finish_writes(
@@ -244,8 +230,7 @@ class CPUOffloadingManager(OffloadingManager):
             table.report_finished(finished, success=success)
         if success:
             self._num_stored += len(finished)
-            if self._events is not None:
-                self._events.record(finished, removed=False)
+            self._events.record(finished, removed=False)
         else:
             self._num_failed += len(finished)
             if not is_promotion:
@@ -308,41 +293,28 @@ class CPUOffloadingManager(OffloadingManager):
             self._num_refused += 1
             return None
         self._num_evicted += len(evicted)
-        self.departed.add(evicted, why)
-        if self._events is not None:
-            self._events.record(evicted, removed=True)
-        return evicted
+        return self._report_gone(evicted, why)
 
     def take_events(self) -> list[OffloadingEvent]:
-        return [] if self._events is None else self._events.take()
+        return self._events.take()
 
     def request_finished(self, req_context: ReqContext) -> None:
         self._waiting.end_wait(req_context)
-        if self._learner is not None:
-            self._learner.on_finished(req_context.req_id)
+        self._policy.on_finished(req_context.req_id)
         if self._filter is not None:
             self._filter.request_finished(req_context)
 
     def end_step(self) -> None:
         if self.leases.ends_s:
             self.leases.expire()
-        if self.lifetimes is not None:
+        if self.lifetimes.is_limited:
             self.expire_blocks()
 
     def expire_blocks(self) -> list[OffloadKey]:
         """Forget the idle blocks whose time to live is over, leases included; return their keys."""
-        if self.lifetimes is None:
-            return []
         expired = self.lifetimes.list_expired()
-        if not expired:
-            return []
-        if self.leases.ends_s:
-            self.leases.unpin(expired)
-        idle = self.table.forget_idle(expired)
+        idle = self.drop_blocks(expired, HostDeparture.EXPIRED) if expired else expired
         self._num_expired += len(idle)
-        self.departed.add(idle, HostDeparture.EXPIRED)
-        if self._events is not None:
-            self._events.record(idle, removed=True)
         return idle
 
     def pin(self, keys: Collection[OffloadKey], lease_s: float) -> PinnedBlocks:
@@ -352,12 +324,11 @@ class CPUOffloadingManager(OffloadingManager):
         return self.leases.unpin(keys)
 
     def purge(self, tiers: Collection[str] | None, tenant: int | None = None) -> Purge:
-        if tiers is not None:
-            for name in tiers:
-                if name != HOST_ORIGIN:
-                    raise UnknownNameError("tier", name, [HOST_ORIGIN])
-            if not tiers:
-                return Purge(PurgedBlocks())
+        for name in tiers or ():
+            if name != HOST_ORIGIN:
+                raise UnknownNameError("tier", name, [HOST_ORIGIN])
+        if tiers is not None and not tiers:
+            return Purge(PurgedBlocks())
         num_purged = len(self.purge_blocks(tenant))
         return Purge(PurgedBlocks({HOST_ORIGIN: num_purged}, {HOST_ORIGIN: self.count_held(tenant)}))
 
@@ -378,57 +349,38 @@ class CPUOffloadingManager(OffloadingManager):
 
     def drop(self, keys: Collection[OffloadKey]) -> DroppedBlocks:
         self.drop_blocks(keys)
-        return DroppedBlocks(self.list_held(keys))
+        return DroppedBlocks(self.table.held_among(keys))
 
     def drop_blocks(
         self, keys: Collection[OffloadKey], why: HostDeparture = HostDeparture.DROPPED
     ) -> list[OffloadKey]:
         """End the leases of ``keys`` and forget those that are idle; return these."""
         self.leases.unpin(keys)
-        dropped = self.table.forget_idle(keys)
-        self.departed.add(dropped, why)
-        if self._events is not None:
-            self._events.record(dropped, removed=True)
-        return dropped
-
-    def list_held(self, keys: Collection[OffloadKey]) -> tuple[OffloadKey, ...]:
-        """Return those of ``keys`` that are held, ready or in flight. Pure."""
-        return tuple(key for key in keys if self._get_block(key) is not None)
+        return self._report_gone(self.table.forget_idle(keys), why)
 
     def explain(
         self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
     ) -> Miss | None:
-        del req_context
         if self._get_block(key) is not None:
-            return Miss(MissCause.EXPIRED if self.is_over(key) else MissCause.IN_FLIGHT, HOST_ORIGIN)
+            is_over = self.lifetimes.is_over(key)
+            return Miss(MissCause.EXPIRED if is_over else MissCause.IN_FLIGHT, HOST_ORIGIN)
         return self.departed.explain(key, behind)
 
     def reset(self) -> None:
         self._waiting.interrupt()
         self.leases.unpin(None)
-        forgotten = self.table.forget_blocks()
-        self.departed.add(forgotten, HostDeparture.RESET)
-        if self._events is not None:
-            self._events.record(forgotten, removed=True)
+        self._report_gone(self.table.forget_blocks(), HostDeparture.RESET)
         if self._filter is not None:
             self._filter.clear()
 
     def shutdown(self) -> None:
-        if self._events is not None and not self._is_shut_down:
+        if self._events.is_on and not self._is_shut_down:
             held = self.table.slots.held_blocks(self._get_block)
             self._events.record([key for key, block in held.items() if block.ref_cnt >= 0], removed=True)
         self._is_shut_down = True
 
     def stats(self) -> dict[str, float]:
-        table = self.table
-        num_free, num_orphaned = table.slots.num_free, len(table.orphans.by_slot)
-        numbers: dict[str, float] = {
-            "capacity_blocks": table.num_blocks,
-            "held_blocks": table.num_held,
-            "free_blocks": num_free,
-            "evictable_blocks": table.num_evictable,
-            "in_flight_blocks": table.num_in_flight,
-            "orphaned_blocks": num_orphaned,
+        numbers = self.table.stats() | {
             "leased_blocks": len(self.leases.ends_s),
             "refused_pins": self.leases.num_refused,
             "tracked_keys": len(self.counts or ()),
@@ -437,18 +389,14 @@ class CPUOffloadingManager(OffloadingManager):
             "failed": self._num_failed,
             "evicted": self._num_evicted,
             "refused": self._num_refused,
-            "event_merges": 0 if self._events is None else self._events.num_merges,
+            "event_merges": self._events.num_merges,
         }
-        if self.lifetimes is not None:
+        if self.lifetimes.is_limited:
             numbers["expired"] = self._num_expired
-        num_pinned = max(0, table.num_blocks - num_free - table.num_evictable)
-        num_writing = min(numbers["in_flight_blocks"], num_pinned)
-        # Shares that vLLM's own dashboards show: of what no eviction could free now.
-        numbers["pinned_ratio"] = num_pinned / table.num_blocks
-        numbers["write_pinned_ratio"] = num_writing / table.num_blocks
-        numbers["read_pinned_ratio"] = (num_pinned - num_writing) / table.num_blocks
         stats = {f"primary.{name}": float(number) for name, number in numbers.items()}
-        return stats if self.tenant_blocks is None else stats | self.tenant_blocks.stats()
+        for listener in self.table.listeners:
+            stats |= listener.stats()
+        return stats
 
     def is_ready(self, key: OffloadKey) -> bool:
         """Return whether ``key`` can be read now; unlike lookup this is no access. Pure."""
@@ -462,18 +410,91 @@ class CPUOffloadingManager(OffloadingManager):
         """
         self.table.check()
         self.leases.check()
-        held = self.table.slots.held_blocks(self._get_block)
-        if self.lifetimes is not None:
-            self.lifetimes.check([key for key, block in held.items() if block.ref_cnt >= 0])
-        if self.tenant_blocks is not None:
-            self.tenant_blocks.check(held)
+
+    def _report_gone(self, keys: list[OffloadKey], why: HostDeparture) -> list[OffloadKey]:
+        """Remember why blocks have left, and record the event; return them."""
+        self.departed.add(keys, why)
+        self._events.record(keys, removed=True)
+        return keys
 
 
-def list_absent(
-    get_block: Callable[[OffloadKey], BlockStatus | None],
-    keys: Collection[OffloadKey],
-    admitted: Collection[OffloadKey],
-) -> list[OffloadKey]:
-    """Return those of ``keys`` that were not admitted and are not held. Pure."""
-    kept = frozenset(admitted)
-    return [key for key in keys if key not in kept and get_block(key) is None]
+class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
+    """The manager together with the rows, as secondary tiers use it.
+
+    ``prepare_read`` and its siblings are the tiers' words for load and store. They pin and complete like the engine's
+    calls, but a read is not counted as a load, and neither the reuse filter nor the policy's admission applies to a
+    write.
+
+    Args:
+        mmap_region: the rows; any object with ``create_kv_memoryview()`` and ``cleanup()``. The other arguments are
+            those of the manager.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        mmap_region: RowMemory,
+        cache_policy: str = "lru",
+        enable_events: bool = False,
+        store_threshold: int = 1,
+        max_tracker_size: int = DEFAULT_MAX_TRACKER_SIZE,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        ttl_s: float | None = None,
+        tenants: Tenants | None = None,
+    ) -> None:
+        self._region = mmap_region
+        self._view = mmap_region.create_kv_memoryview()
+        super().__init__(
+            num_blocks,
+            cache_policy,
+            enable_events,
+            store_threshold,
+            max_tracker_size,
+            clock=clock,
+            ttl_s=ttl_s,
+            tenants=tenants,
+            block_bytes=self._view.nbytes // len(self._view),
+        )
+
+    def get_kv_memoryview(self) -> memoryview:
+        """Return the rows: writable, zero-copy, shape (num_blocks, row_stride), format 'b'."""
+        return self._view
+
+    def prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
+        """Pin ready ``keys`` for a tier that will read them."""
+        return CPULoadStoreSpec(self.table.pin_ready(keys))
+
+    def complete_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Unpin ``keys`` after a tier has read them."""
+        self.table.unpin_each(keys)
+
+    def prepare_write(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, protected: Collection[OffloadKey] = ()
+    ) -> PrepareStoreOutput | None:
+        """Reserve slots that a tier will fill; its arguments beside the request are those of ``reserve``."""
+        return self.reserve(keys, protected)
+
+    def complete_write(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        """Make the in-flight ones of ``keys`` ready after a tier has filled them, or drop them."""
+        self.finish_writes(keys, success=success, is_promotion=True)
+
+    def create_forecaster(self, max_blocks: int) -> ReuseForecaster:
+        """Build what estimates reuse in place of the policy, remembering at most ``max_blocks`` blocks."""
+        return create_reuse_forecaster(max_blocks)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        try:
+            self._view.release()
+        except BufferError:
+            # An array over the rows still exists; the region unmaps them when the last one is gone.
+            logger.warning("the primary's rows are still in use: they are unmapped later")
+        self._region.cleanup()
+
+    def abandon(self) -> None:
+        """Clean the region but leave the rows mapped: a thread of a tier may still touch them."""
+        super().shutdown()
+        self._region.cleanup()

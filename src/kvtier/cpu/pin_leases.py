@@ -113,6 +113,8 @@ class PinLeases:
         self, admitted: Collection[OffloadKey], wanted: Collection[OffloadKey]
     ) -> Collection[OffloadKey]:
         """Return those of ``wanted`` that are admitted or have a lease, in order. Pure."""
+        if not self.ends_s:
+            return admitted
         kept = frozenset(admitted)
         return [key for key in wanted if key in kept or key in self.ends_s]
 
@@ -130,8 +132,7 @@ class PinLeases:
 
     def expire(self) -> None:
         """End the leases whose time has come."""
-        now_s = self._clock()
-        if now_s < self.next_end_s:
+        if not self.ends_s or (now_s := self._clock()) < self.next_end_s:
             return
         self._forget_clients([key for key, end_s in self.client_ends_s.items() if end_s <= now_s])
         self.unpin([key for key, end_s in self.ends_s.items() if end_s <= now_s])

@@ -14,6 +14,9 @@ from collections.abc import Collection
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.errors import ConfigError
 
+MIN_STORE_THRESHOLD = 2
+"""The lowest ``store_threshold`` that filters anything: each key that is stored has been accessed once."""
+
 
 class ReuseFilter:
     """Access counts of keys, one access a request.

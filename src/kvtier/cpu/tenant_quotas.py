@@ -11,11 +11,12 @@ A store that would need blocks of the third kind to bring its tenant beyond its 
 left itself, and those within their quotas do not pay for it.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from kvtier.base import OffloadKey, get_offload_tenant
 from kvtier.cpu.block_table import BlockListener, BlockTable
+from kvtier.cpu.policies.base import BlockStatus
 from kvtier.errors import InvariantError
 from kvtier.tenants import HOST, OtherKeys, Tenants
 
@@ -125,7 +126,7 @@ class TenantBlocks(BlockListener):
         return None if quota_bytes is None else quota_bytes // self._block_bytes
 
     def stats(self) -> dict[str, float]:
-        """Return the blocks and bytes of each label of a tenant by dotted name. Thread: any."""
+        # By the label of each tenant.
         counts: dict[str, int] = dict.fromkeys(self._tenants.labels(), 0)
         for number, group in tuple(self.held.items()):
             label = self._tenants.label_of(number)
@@ -137,8 +138,7 @@ class TenantBlocks(BlockListener):
         }
         return stats | sizes
 
-    def check(self, held: Collection[OffloadKey]) -> None:
-        """Raise InvariantError when the blocks of all tenants are not exactly ``held``."""
+    def check(self, held: Mapping[OffloadKey, BlockStatus]) -> None:
         found = [key for group in self.held.values() for key in group]
         if len(found) != len(held) or set(found) != set(held) or not all(self.held.values()):
             raise InvariantError(f"tenants have {len(found)} blocks, {len(held)} are held")

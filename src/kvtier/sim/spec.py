@@ -11,11 +11,11 @@ from numpy.lib.stride_tricks import as_strided
 
 from kvtier.base import CanonicalKVCaches, HandlerEntry, OffloadingSpec
 from kvtier.config import GroupKind, KVGroup, LoadIf, ModelIdentity, OffloadingConfig
+from kvtier.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvtier.sim.model import EngineModel, HostModel
 from kvtier.sim.tier import SimulatedTier, make_tier
 from kvtier.sim.timeline import Timeline
 from kvtier.tiering.manager import TieringOffloadingManager
-from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 
 ROOM = 2
 """The tables hold at most this many times the blocks of a trace, which behaves like any larger capacity: nothing is

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtier.base import OffloadKey
-from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, clear_policy
+from kvtier.cpu.policies.base import BlockStatus, CachePolicy, clear_policy
 from kvtier.testing.policy_suite import key_of
 
 KEYS = [key_of(number) for number in range(16)]
@@ -118,7 +118,7 @@ class PolicyMachine(RuleBasedStateMachine):
     def has_evicted(self, n: int, protected: list[OffloadKey]) -> bool:
         """Evict all of ``n`` idle blocks or none; compare with the preview unless blocks were protected."""
         idle = {key for key, block in self.held.items() if block.ref_cnt == 0}
-        preview = self.policy.next_victims(n) if isinstance(self.policy, EvictionPreview) else None
+        preview = self.policy.next_victims(n)
         victims = self.policy.evict(n, set(protected))
         assert (victims is None) == (len(idle - set(protected)) < n)
         if victims is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from math import isfinite
 
 from kvtier.base import OffloadKey, get_offload_group_idx
-from kvtier.cpu.policies.learning import AdmissionControl
+from kvtier.cpu.policies.base import Admit
 from kvtier.errors import ConfigError, UnknownNameError
 
 EXAMPLE = '{"min_reuse_probability": 0.3, "horizon_s": 1024}'
@@ -59,30 +59,24 @@ def parse_admission(value: object) -> TierAdmission | None:
     return TierAdmission(float(value["min_reuse_probability"]), float(value["horizon_s"]))
 
 
-class PassThroughAdmission(AdmissionControl):
-    """Admits blocks to the primary that its policy refuses and a tier wants: they reach the tier only through it.
+def make_passing_admission(
+    admit: Admit, wanted_below: Callable[[Collection[OffloadKey]], Collection[OffloadKey]]
+) -> Admit:
+    """Return what admits blocks that the policy of host memory refuses and a tier wants: they reach it only so.
 
     They are the first to leave, since the policy does not want them.
 
     Args:
-        own: the policy's own admission.
+        admit: the policy's own.
         wanted_below: returns those of the keys that a tier wants.
     """
 
-    def __init__(
-        self,
-        own: AdmissionControl,
-        wanted_below: Callable[[Collection[OffloadKey]], Collection[OffloadKey]],
-    ) -> None:
-        self._own = own
-        self._wanted_below = wanted_below
-
-    def admit(self, keys: Collection[OffloadKey], req_id: str) -> Collection[OffloadKey]:
-        admitted = frozenset(self._own.admit(keys, req_id))
+    def admit_passing(keys: Collection[OffloadKey], req_id: str) -> Collection[OffloadKey]:
+        admitted = frozenset(admit(keys, req_id))
         refused = [key for key in keys if key not in admitted]
         if not refused:
             return keys
-        wanted = frozenset(self._wanted_below(refused))
+        wanted = frozenset(wanted_below(refused))
         ended: set[int] = set()
         passing: set[OffloadKey] = set()
         for key in refused:
@@ -92,3 +86,5 @@ class PassThroughAdmission(AdmissionControl):
             elif group not in ended:
                 passing.add(key)
         return [key for key in keys if key in admitted or key in passing]
+
+    return admit_passing

@@ -17,16 +17,14 @@ from itertools import chain, islice
 
 from kvtier.base import OffloadKey, ReqContext, get_offload_tenant
 from kvtier.config import DEFAULT_MAX_TRACKER_SIZE
-from kvtier.cpu.manager import MIN_STORE_THRESHOLD
-from kvtier.cpu.policies.base import EvictionPreview
+from kvtier.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvtier.cpu.policies.learning import ReuseForecast, ReuseForecaster, make_arrived
-from kvtier.cpu.reuse_filter import ReuseFilter
+from kvtier.cpu.reuse_filter import MIN_STORE_THRESHOLD, ReuseFilter
 from kvtier.cpu.waiting import Holder
 from kvtier.errors import InvariantError
 from kvtier.tiering.base import CascadeMode, SecondaryTierManager
 from kvtier.tiering.departures import TierDeparture
 from kvtier.tiering.guard import GuardedTier
-from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 
 AHEAD_DIVISOR = 8
 """Write-back keeps the eighth of the primary that leaves next free or already written. Less is overtaken by a burst of
@@ -373,7 +371,7 @@ class CascadePlanner:
 
     def forget(self, keys: Collection[OffloadKey]) -> None:
         """Forget blocks that no tier shall get, because they were purged, are wrong, or their time is over."""
-        for backlog in self._backlogs:
+        for backlog in self._backlogs if keys else ():
             backlog.forget(keys)
 
     def drop_pending(self, tier: GuardedTier, tenant: int | None = None) -> None:
@@ -473,9 +471,8 @@ class CascadePlanner:
         table = self._table
         num_clean = max(1, table.num_blocks // AHEAD_DIVISOR) - table.slots.num_free
         num_ahead = max(0, min(num_clean, MAX_AHEAD_BLOCKS))
-        if isinstance(table.policy, EvictionPreview):
-            return table.policy.next_victims(num_ahead)
-        return list(islice(backlog.pending, num_ahead))
+        victims = table.policy.next_victims(num_ahead)
+        return list(islice(backlog.pending, num_ahead)) if victims is None else victims
 
 
 def plan_num_remembered(tiers: Iterable[SecondaryTierManager]) -> int:

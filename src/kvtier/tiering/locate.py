@@ -10,10 +10,10 @@ from itertools import islice
 from typing import NamedTuple
 
 from kvtier.base import OffloadKey, ReqContext
+from kvtier.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvtier.cpu.waiting import WaitingRequests
 from kvtier.locations import IN_HOST, BlockLocator, BlockPlace, LocatedRun, TierLoad
 from kvtier.tiering.guard import GuardedTier
-from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 from kvtier.tiering.transfers import TierTransfers
 
 PROBE = ReqContext("probe")

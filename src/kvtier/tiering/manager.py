@@ -24,18 +24,18 @@ from kvtier.base import (
     ReqContext,
 )
 from kvtier.config import DEFAULT_LOOKUP_DEADLINE_S, ModelIdentity
+from kvtier.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvtier.cpu.waiting import Waiter, WaitingRequests
 from kvtier.histogram import HistogramSnapshot
 from kvtier.misses import HOST_ORIGIN, Miss, MissCause
 from kvtier.operating import DrainResult, DroppedBlocks, PinnedBlocks, Purge
-from kvtier.tiering.admission import PassThroughAdmission
+from kvtier.tiering.admission import make_passing_admission
 from kvtier.tiering.announcements import make_event_names
 from kvtier.tiering.base import EPOCH_BYTES, SecondaryTierManager
 from kvtier.tiering.cascade import CascadePlanner, OwnWork
 from kvtier.tiering.departures import MAX_NO_ROOM, LossReport
 from kvtier.tiering.guard import GuardedTier
 from kvtier.tiering.locate import StepMoment, TierBlockLocator
-from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 from kvtier.tiering.purging import TierPurges
 from kvtier.tiering.transfers import TierTransfers
 
@@ -109,12 +109,10 @@ class TieringOffloadingManager(OffloadingManager):
             primary_tier, self._tiers, self._cascades.on_evicted, self._cascades.on_unwritten, clock
         )
         self._purges = TierPurges(self.primary_tier, self._tiers, self._cascades, self._transfers)
-        own_admission = self.primary_tier.admission
-        self._admission = (
-            PassThroughAdmission(own_admission, self._cascades.wanted)
-            if self._tiers and own_admission is not None
-            else None
-        )
+        admit = primary_tier.admit
+        if self._tiers and admit is not None:
+            admit = make_passing_admission(admit, self._cascades.wanted)
+        self._admit = admit
 
         def open_step() -> StepMoment:
             if not self._is_polled:
@@ -131,7 +129,7 @@ class TieringOffloadingManager(OffloadingManager):
         return [guarded.tier for guarded in self._tiers]
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
-        if self.primary_tier.lifetimes is not None:
+        if self.primary_tier.lifetimes.is_limited:
             self._cascades.forget(self.primary_tier.expire_blocks())
         self.primary_tier.note_request(chains, req_context)
         if self._cascades.is_learning:
@@ -172,10 +170,7 @@ class TieringOffloadingManager(OffloadingManager):
     ) -> PrepareStoreOutput | None:
         if not self._is_polled:
             self._poll()
-        if self._admission is None:
-            output = self.primary_tier.prepare_store(keys, req_context)
-        else:
-            output = self.primary_tier.prepare_admitted_store(keys, req_context, self._admission)
+        output = self.primary_tier.prepare_admitted_store(keys, req_context, self._admit)
         if output is not None and output.evicted_keys and self._tiers:
             self._cascades.on_evicted(output.evicted_keys)
         return output
@@ -216,7 +211,7 @@ class TieringOffloadingManager(OffloadingManager):
     def on_unstored(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
         del req_context
         if self._tiers:
-            self._losses.num_without_room += len(keys) - len(self.primary_tier.list_held(keys))
+            self._losses.num_without_room += len(keys) - len(self.primary_tier.table.held_among(keys))
 
     def is_waiting(self, req_context: ReqContext) -> bool:
         if not self._is_polled:
@@ -248,7 +243,7 @@ class TieringOffloadingManager(OffloadingManager):
         if promoting is not None:
             return self._late(promoting.name)
         if self.primary_tier.table.get_block(key) is not None:
-            is_over = self.primary_tier.is_over(key)
+            is_over = self.primary_tier.lifetimes.is_over(key)
             return Miss(MissCause.EXPIRED if is_over else MissCause.IN_FLIGHT, HOST_ORIGIN)
         refused = self._no_room.get(req_context)
         if refused is not None and refused[0] == key:
@@ -297,7 +292,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._losses.warn()
         if self.leases.ends_s:
             self.leases.expire()
-        if self.primary_tier.lifetimes is not None:
+        if self.primary_tier.lifetimes.is_limited:
             self._cascades.forget(self.primary_tier.expire_blocks())
         if self._purges.is_under_way:
             self._purges.advance()
@@ -350,7 +345,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._cascades.forget(keys)
         self.primary_tier.drop_blocks(keys)
         unable = tuple(tier.name for tier in self._tiers if not tier.drop(keys))
-        return DroppedBlocks(self.primary_tier.list_held(keys), unable)
+        return DroppedBlocks(self.primary_tier.table.held_among(keys), unable)
 
     def drain(self, timeout_s: float) -> DrainResult:
         if not self._end_jobs(timeout_s):
@@ -434,7 +429,8 @@ class TieringOffloadingManager(OffloadingManager):
         """Look up a key that the primary does not hold; the first tier that has it promotes it."""
         waiting = self._waiting
         is_unanswered = False
-        if self.primary_tier.lifetimes is not None and self.primary_tier.is_over(key):
+        lifetimes = self.primary_tier.lifetimes
+        if lifetimes.is_limited and lifetimes.is_over(key):
             return False  # it is in use until its transfer has ended: a promotion would need its slot
         for tier in self._tiers:
             answer = tier.lookup(key, req_context)

@@ -9,13 +9,13 @@ from contextlib import suppress
 from typing import ClassVar
 
 from kvtier.config import LoadIf, OffloadingConfig
+from kvtier.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.cpu.spec import CPUOffloadingSpec
 from kvtier.errors import ConfigError, MissingExtraError, PlaceError, TierError, describe_foreign
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.factory import create_secondary_tier
 from kvtier.tiering.manager import TieringOffloadingManager
-from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 
 logger = logging.getLogger(__name__)
 

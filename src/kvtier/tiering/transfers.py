@@ -13,13 +13,13 @@ from typing import NamedTuple
 import numpy as np
 
 from kvtier.base import JobId, OffloadKey, ReqContext
+from kvtier.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvtier.errors import InvariantError
 from kvtier.tiering.announcements import Announcements
 from kvtier.tiering.base import JobMetadata, JobResult
 from kvtier.tiering.cascade import PlannedCascade
 from kvtier.tiering.departures import TierDeparture
 from kvtier.tiering.guard import GuardedTier, Submission
-from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 
 
 @dataclass(eq=False, slots=True)

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from typing import ClassVar
 
 from kvtier.base import OffloadKey
-from kvtier.cpu.policies.learning import AdmissionControl, ArrivedRequest, RequestLearner, ReuseForecast
+from kvtier.cpu.policies.learning import ArrivedRequest, ReuseForecast
 from kvtier.cpu.policies.lru import LRUCachePolicy
 from kvtier.cpu.policies.registry import CACHE_POLICIES
 
@@ -12,7 +12,7 @@ NOTING_LEARNER = "noting learner"
 """Its registered name."""
 
 
-class NotingLearner(LRUCachePolicy, RequestLearner, AdmissionControl, ReuseForecast):
+class NotingLearner(LRUCachePolicy, ReuseForecast):
     """Notes requests and ends, and what was offered by whom."""
 
     made: ClassVar[list["NotingLearner"]] = []
@@ -25,6 +25,10 @@ class NotingLearner(LRUCachePolicy, RequestLearner, AdmissionControl, ReuseForec
         self.refused: set[OffloadKey] = set()
         self.expected: dict[OffloadKey, float] = {}
         self.made.append(self)
+
+    @property
+    def forecast(self) -> ReuseForecast:
+        return self
 
     @property
     def num_remembered_blocks(self) -> int:

@@ -10,11 +10,11 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from kvtier.base import OffloadingManager, OffloadingSpec
 from kvtier.config import OffloadingConfig
+from kvtier.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvtier.engines.transformers import GenerationResult, KVTierEngine
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.wrapped_tier import SlowTier
 from kvtier.tiering.manager import TieringOffloadingManager
-from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 from kvtier.tiering.spec import TieringOffloadingSpec
 
 MakeEngine = Callable[..., KVTierEngine]

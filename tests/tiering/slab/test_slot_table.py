@@ -238,12 +238,5 @@ def test_a_policy_that_learns_is_told_of_requests_of_the_current_space_alone() -
     before = fixture.namespace
     fixture.reset()
     for namespace in (before, fixture.namespace):
-        fixture.slot_table.report_to_learner(namespace, lambda policy: policy.on_finished("r"))
+        fixture.slot_table.report(namespace, lambda policy: policy.on_finished("r"))
     assert NotingLearner.made[-1].finished == ["r"]
-
-
-def test_a_policy_that_does_not_learn_is_told_nothing() -> None:
-    fixture = Fixture(4, "arc")
-    fixture.slot_table.report_to_learner(
-        fixture.namespace, lambda policy: pytest.fail(f"{policy} was told of a request")
-    )

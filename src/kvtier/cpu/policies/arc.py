@@ -28,9 +28,6 @@ from kvtier.base import OffloadKey
 from kvtier.cpu.policies.base import (
     BlockStatus,
     CachePolicy,
-    EvictionPreview,
-    IdleListener,
-    MoveToFront,
     check_same_blocks,
 )
 from kvtier.cpu.policies.parked_blocks import ParkedBlocks
@@ -115,7 +112,7 @@ class GhostList(MutableMapping[OffloadKey, bool]):
         return f"GhostList({len(self._members)} keys, {self._num_stale} stale)"
 
 
-class ARCCachePolicy(CachePolicy, EvictionPreview, IdleListener, MoveToFront):
+class ARCCachePolicy(CachePolicy):
     """ARC; when the slots of an eviction are filled, both ghost lists together are no longer than the capacity.
 
     Attributes:
@@ -185,11 +182,12 @@ class ARCCachePolicy(CachePolicy, EvictionPreview, IdleListener, MoveToFront):
                 if ghosts is not None:
                     self._adapt(key, ghosts)
 
-    def move_to_front(self, key: OffloadKey) -> None:
-        self._forget_places((key,))
-        for blocks in (self.t1, self.t2):
-            if key in blocks:
-                blocks.move_to_end(key)
+    def renew(self, keys: Collection[OffloadKey]) -> None:
+        self._forget_places(keys)
+        for key in reversed(tuple(keys)):
+            for blocks in (self.t1, self.t2):
+                if key in blocks:
+                    blocks.move_to_end(key)
 
     def evict(self, n: int, protected: Collection[OffloadKey]) -> list[tuple[OffloadKey, BlockStatus]] | None:
         victims = self._plan_eviction(n, protected)

@@ -2,16 +2,21 @@
 
 A policy decides which held block to evict next. It reads ``ref_cnt`` and never writes it: slots and pins belong to the
 manager's block table. Five methods are abstract; the others have defaults, which a policy overrides where it can be
-faster or stricter.
+faster or stricter, or learns from requests. Managers and replays call the same methods, so a policy learns the same in
+production as in a replay.
 
 Source: the contract follows vLLM's ``kv_offload/cpu/policies``, pull request 37874.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 
 from kvtier.base import OffloadKey
+from kvtier.cpu.policies.learning import ArrivedRequest, ReuseForecast
 from kvtier.errors import InvariantError
+
+Admit = Callable[[Collection[OffloadKey], str], Collection[OffloadKey]]
+"""Decides which blocks of a request to store, as ``CachePolicy.admit``."""
 
 IN_FLIGHT = -1
 """``ref_cnt`` of a block whose write is in flight."""
@@ -50,10 +55,21 @@ class CachePolicy(ABC):
 
     Args:
         cache_capacity: blocks that the primary tier can hold.
+
+    Attributes:
+        learns_without_hints: whether requests whose clients give no hints teach it anything by now; managers skip
+            ``note_request`` for them when not.
     """
+
+    learns_without_hints: bool = True
 
     def __init__(self, cache_capacity: int) -> None:
         self.cache_capacity = cache_capacity
+
+    @property
+    def forecast(self) -> ReuseForecast | None:
+        """Estimates of reuse, for tiers with an admission threshold; None: it gives none."""
+        return None
 
     @abstractmethod
     def get(self, key: OffloadKey) -> BlockStatus | None:
@@ -95,6 +111,51 @@ class CachePolicy(ABC):
         """
         return False
 
+    def note_request(self, request: ArrivedRequest) -> None:
+        """Learn that a request arrived; called once for each request, before any other call for it."""
+
+    def on_finished(self, req_id: str) -> None:
+        """Forget a request's running state; unknown requests are ignored."""
+
+    def admit(self, keys: Collection[OffloadKey], req_id: str) -> Collection[OffloadKey]:
+        """Return those of ``keys`` to store, in order; within a KV group nothing behind the first refused key.
+
+        A policy that refuses nothing returns ``keys`` itself, which saves the caller a search.
+
+        Args:
+            keys: the blocks that a request offers, head first within each group; they may extend its prompt.
+            req_id: the request.
+        """
+        del req_id
+        return keys
+
+    def extend(self, run: Hashable, keys: Iterable[OffloadKey], blocks: Iterable[BlockStatus]) -> None:
+        """Hold ``blocks`` under ``keys`` as the continuation of ``run``, the blocks of one request."""
+        del run
+        self.insert_many(keys, blocks)
+
+    def renew(self, keys: Collection[OffloadKey]) -> None:
+        """Make ``keys`` the most recent, in the order of ``touch``, without counting a use of them."""
+        self.touch(keys)
+
+    def next_victims(self, n: int) -> list[OffloadKey] | None:
+        """Return at most ``n`` idle blocks, those that ``evict`` would take first, in its order. Pure.
+
+        Returns:
+            None: not supported. Write-back then takes the oldest stores.
+        """
+        del n
+        return None
+
+    def expect_idle(self) -> None:
+        """Rely on ``on_idle`` from now on; called once, while nothing is held."""
+
+    def on_idle(self, keys: Iterable[OffloadKey]) -> None:
+        """Handle that ``keys``, pinned or in flight before, may have become idle (``ref_cnt`` 0).
+
+        Some may not be held any more.
+        """
+
     def insert_many(self, keys: Iterable[OffloadKey], blocks: Iterable[BlockStatus]) -> None:
         """Hold ``blocks`` under ``keys``, pairwise and in order."""
         for key, block in zip(keys, blocks, strict=True):
@@ -119,37 +180,6 @@ class CachePolicy(ABC):
         for key, block in held.items():
             if self.get(key) is not block:
                 raise InvariantError(f"block {key.hex()} in slot {block.block_id} is not held by the policy")
-
-
-class EvictionPreview(ABC):
-    """Optional: preview the next victims. Without it write-back takes the oldest stores."""
-
-    @abstractmethod
-    def next_victims(self, n: int) -> list[OffloadKey]:
-        """Return at most ``n`` idle blocks, those that ``evict`` would take first, in its order. Pure."""
-
-
-class MoveToFront(ABC):
-    """Optional: reorder ready blocks without counting a use.
-
-    For engines that report the blocks of a request only at its end (``engines.vllm.policies``).
-    """
-
-    @abstractmethod
-    def move_to_front(self, key: OffloadKey) -> None:
-        """Make a block the most recent of its queue; a key that is not held is ignored."""
-
-
-class IdleListener(ABC):
-    """Optional: get notified when a block becomes idle (``ref_cnt`` reaches 0)."""
-
-    @abstractmethod
-    def expect_idle(self) -> None:
-        """Rely on ``on_idle`` from now on; called once, while nothing is held."""
-
-    @abstractmethod
-    def on_idle(self, keys: Iterable[OffloadKey]) -> None:
-        """Handle that ``keys``, pinned or in flight before, may have become idle; some may not be held any more."""
 
 
 def clear_policy(policy: CachePolicy, cache_capacity: int) -> bool:

@@ -1,8 +1,4 @@
-"""Optional contracts of policies that learn from whole requests: arrivals, admission, and forecasts of reuse.
-
-A manager calls those of them that its policy implements. An engine's connector and a replay call the same methods of
-the manager, so a policy learns the same in production as in a replay.
-"""
+"""What is learned from requests: their arrivals, and forecasts of reuse."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
@@ -42,42 +38,8 @@ def make_arrived(
     return ArrivedRequest(req_context.req_id, tuple(chains), arrival_s, req_context.hints, params)
 
 
-class RequestLearner(ABC):
-    """Optional: learn from requests. Without these calls the policy sees calls about blocks only.
-
-    Attributes:
-        learns_without_hints: whether requests whose clients give no hints teach it anything by now; managers skip the
-            call for them when not.
-    """
-
-    learns_without_hints: bool = True
-
-    @abstractmethod
-    def note_request(self, request: ArrivedRequest) -> None:
-        """Learn that a request arrived; called once for each request, before any other call for it."""
-
-    @abstractmethod
-    def on_finished(self, req_id: str) -> None:
-        """Forget a request's running state; unknown requests are ignored."""
-
-
-class AdmissionControl(ABC):
-    """Optional: refuse blocks that are worth less than those they would replace."""
-
-    @abstractmethod
-    def admit(self, keys: Collection[OffloadKey], req_id: str) -> Collection[OffloadKey]:
-        """Return those of ``keys`` to store, in order; within a KV group nothing behind the first refused key.
-
-        A policy that refuses nothing returns ``keys`` itself, which saves the caller a search.
-
-        Args:
-            keys: the blocks that a request offers, head first within each group; they may extend its prompt.
-            req_id: the request.
-        """
-
-
 class ReuseForecast(ABC):
-    """Optional: estimate the probability that blocks are reused, for tiers with an admission threshold."""
+    """Estimates the probability that blocks are reused, for tiers with an admission threshold."""
 
     @property
     @abstractmethod
@@ -93,8 +55,16 @@ class ReuseForecast(ABC):
         """
 
 
-class ReuseForecaster(RequestLearner, ReuseForecast):
-    """Learns from requests and holds no blocks; for a primary tier whose policy has no ``ReuseForecast``."""
+class ReuseForecaster(ReuseForecast):
+    """Learns from requests and holds no blocks; for a primary tier whose policy gives no forecast."""
+
+    @abstractmethod
+    def note_request(self, request: ArrivedRequest) -> None:
+        """Learn that a request arrived, as ``CachePolicy.note_request``."""
+
+    @abstractmethod
+    def on_finished(self, req_id: str) -> None:
+        """Forget a request's running state; unknown requests are ignored."""
 
     @abstractmethod
     def on_stored(self, keys: Collection[OffloadKey], req_id: str) -> None:

@@ -10,20 +10,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
 
 from kvtier.base import OffloadKey
-from kvtier.cpu.policies.base import (
-    BlockStatus,
-    CachePolicy,
-    EvictionPreview,
-    IdleListener,
-    MoveToFront,
-    check_same_blocks,
-)
+from kvtier.cpu.policies.base import BlockStatus, CachePolicy, check_same_blocks
 from kvtier.cpu.policies.ended_sessions import EndedSessions
-from kvtier.cpu.policies.learning import ArrivedRequest, RequestLearner
+from kvtier.cpu.policies.learning import ArrivedRequest
 from kvtier.cpu.policies.parked_blocks import Item, ParkedBlocks
 
 
-class LRUCachePolicy(CachePolicy, EvictionPreview, IdleListener, MoveToFront, RequestLearner):
+class LRUCachePolicy(CachePolicy):
     """LRU; a stored block counts as used when its slot is reserved. Blocks of ended sessions leave first.
 
     Attributes:
@@ -71,9 +64,6 @@ class LRUCachePolicy(CachePolicy, EvictionPreview, IdleListener, MoveToFront, Re
             deque(map(self.blocks.move_to_end, filter(self.blocks.__contains__, oldest_first)), maxlen=0)
         if self.parked.places:
             self.parked.forget(oldest_first)
-
-    def move_to_front(self, key: OffloadKey) -> None:
-        self.touch((key,))
 
     def note_request(self, request: ArrivedRequest) -> None:
         # From the first hint on, requests without any take blocks from their owners too.

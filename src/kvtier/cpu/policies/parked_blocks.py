@@ -4,7 +4,7 @@ A pinned block keeps its place in a queue ordered by use, so each eviction would
 When they are many, the busy blocks before the first idle one move to the new end of the queue's dictionary and are
 numbered: each is older than every block that is not parked. A parked block that becomes idle is listed by its number
 and is evicted before all others, as if it had kept its place. A parked block that is used again is removed from this
-table, because the new end is then its right place. The policy must be an ``IdleListener``: without the notifications,
+table, because the new end is then its right place. The manager must call ``on_idle``: without the notifications,
 only a scan would find the blocks that have become idle.
 """
 

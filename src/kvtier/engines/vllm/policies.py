@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy as StockPolicy
 
 from kvtier.base import OffloadKey
 from kvtier.cpu.policies.arc import ARCCachePolicy
-from kvtier.cpu.policies.base import CachePolicy, MoveToFront, clear_policy
+from kvtier.cpu.policies.base import CachePolicy, clear_policy
 from kvtier.cpu.policies.lru import LRUCachePolicy
 from kvtier.cpu.policies.registry import REMOVED_POLICIES
 from kvtier.errors import ConfigError
@@ -36,26 +36,18 @@ class KVTierPolicy(StockPolicy):
         cache_capacity: blocks that the primary tier can hold.
         unknown: arguments of later releases; ignored.
 
-    Raises:
-        ConfigError: the policy does not implement ``MoveToFront``.
-
     Attributes:
         policy: kvtier's policy.
     """
 
     policy_class: ClassVar[type[CachePolicy]]
-    """A policy that implements ``MoveToFront``: kvtier's or your own."""
+    """kvtier's or your own; at the end of a request vLLM reports what it has stored, and ``renew`` orders that."""
 
     def __init__(self, cache_capacity: int, **unknown: object) -> None:
         del unknown
         super().__init__(cache_capacity)
         self._cache_capacity = cache_capacity
         self.policy = self.policy_class(cache_capacity)
-        if not isinstance(self.policy, MoveToFront):
-            base = f"{MoveToFront.__module__}.{MoveToFront.__name__}"
-            remedy = f"must inherit {base} too: vLLM reports only at the end of a request what it has stored"
-            raise ConfigError("policy_class", self.policy_class.__qualname__, remedy)
-        self._mover: MoveToFront = self.policy
 
     def get(self, key: OffloadKey) -> StockBlock | None:
         """Return the held block under ``key``, or None."""
@@ -92,7 +84,7 @@ class KVTierPolicy(StockPolicy):
         # One at a time, tail first: used and stored blocks share one order, in which the head ends up most recent.
         for key in reversed(in_prefix_order(key_groups, req_context)):
             if key in insertion_only_keys:
-                self._mover.move_to_front(key)
+                self.policy.renew((key,))
             elif key in reused_keys:
                 self.policy.touch((key,))
 

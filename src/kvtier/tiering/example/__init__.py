@@ -15,7 +15,7 @@ from kvtier.base import Locality, OffloadKey, ReqContext, get_offload_tenant
 from kvtier.config import OffloadingConfig
 from kvtier.cpu.policies import BlockStatus, CachePolicy, create_cache_policy
 from kvtier.cpu.policies.base import clear_policy
-from kvtier.cpu.policies.learning import RequestLearner, make_arrived
+from kvtier.cpu.policies.learning import ArrivedRequest, make_arrived
 from kvtier.departed import Loss, make_losses
 from kvtier.errors import InvariantError, TierError
 from kvtier.misses import Miss
@@ -129,13 +129,10 @@ class ExampleSecondaryTier(SecondaryTierManager):
         self._order.touch(held)
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
-        request = make_arrived(chains, req_context, self._clock())
-        if (learner := self._order.learner) is not None:
-            learner.note_request(request)
+        self._order.note_request(make_arrived(chains, req_context, self._clock()))
 
     def request_finished(self, req_context: ReqContext) -> None:
-        if (learner := self._order.learner) is not None:
-            learner.on_finished(req_context.req_id)
+        self._order.on_finished(req_context.req_id)
 
     def explain(
         self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
@@ -267,10 +264,13 @@ class KeyOrder:
             raise InvariantError("the tier is full and its policy holds nothing")
         return victims[0][0]
 
-    @property
-    def learner(self) -> RequestLearner | None:
-        """The policy, if it is one that learns from requests."""
-        return self._policy if isinstance(self._policy, RequestLearner) else None
+    def note_request(self, request: ArrivedRequest) -> None:
+        """Let the policy learn that a request has arrived."""
+        self._policy.note_request(request)
+
+    def on_finished(self, req_id: str) -> None:
+        """Let the policy forget a request that has ended."""
+        self._policy.on_finished(req_id)
 
     def clear(self) -> None:
         """Forget everything."""

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from kvtier.base import OffloadKey, get_offload_tenant
 from kvtier.cpu.policies import BlockStatus, CachePolicy
-from kvtier.cpu.policies.learning import RequestLearner
 from kvtier.departed import DepartedBlocks, Loss
 from kvtier.namespace import Namespace
 from kvtier.tenants import OtherKeys
@@ -200,12 +199,11 @@ class SlotTable:
                     self._put_in_use(epoch, key)
                 epoch.policy.touch(keys)
 
-    def report_to_learner(self, namespace: SlabNamespace, report: Callable[[RequestLearner], object]) -> None:
-        """Call ``report`` with the policy if it is one that learns from requests."""
+    def report(self, namespace: SlabNamespace, report: Callable[[CachePolicy], object]) -> None:
+        """Call ``report`` with the policy, unless the namespace is another by now."""
         with self._lock:
-            policy = self._epoch.policy if namespace is self._namespace else None
-            if isinstance(policy, RequestLearner):
-                report(policy)
+            if namespace is self._namespace:
+                report(self._epoch.policy)
 
     def prepare_store(self, namespace: SlabNamespace, keys: Sequence[OffloadKey]) -> SlotReservation:
         """Decide which of ``keys`` have to be written, and pin slots for them; evicts where it must.

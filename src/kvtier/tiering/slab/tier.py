@@ -174,14 +174,10 @@ class SlabTier(
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
         request = make_arrived(chains, req_context, self._clock())
-        self._slab.opened.slots.report_to_learner(
-            self._namespace, lambda policy: policy.note_request(request)
-        )
+        self._slab.opened.slots.report(self._namespace, lambda policy: policy.note_request(request))
 
     def request_finished(self, req_context: ReqContext) -> None:
-        self._slab.opened.slots.report_to_learner(
-            self._namespace, lambda policy: policy.on_finished(req_context.req_id)
-        )
+        self._slab.opened.slots.report(self._namespace, lambda policy: policy.on_finished(req_context.req_id))
 
     def wait_indexed(self, timeout_s: float) -> bool:
         """Block until what was in the file at the start is known; False when ``timeout_s`` passed first."""

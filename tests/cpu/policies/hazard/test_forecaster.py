@@ -7,7 +7,7 @@ import pytest
 from kvtier.base import OffloadKey
 from kvtier.cpu.policies.hazard import HazardCachePolicy
 from kvtier.cpu.policies.hazard.forecaster import HazardForecaster
-from kvtier.cpu.policies.learning import ArrivedRequest, RequestLearner, ReuseForecast
+from kvtier.cpu.policies.learning import ArrivedRequest, ReuseForecast, ReuseForecaster
 from kvtier.testing.policy_suite import key_of
 
 PERIOD_S = 50.0
@@ -25,7 +25,7 @@ def arrived(number: float, *numbers: int, req_id: str = "r") -> ArrivedRequest:
     return ArrivedRequest(req_id, (keys_of(*numbers),), number)
 
 
-def teach(learner: RequestLearner, until_s: int = 2_000, first_s: int = 0) -> None:
+def teach(learner: ReuseForecaster | HazardCachePolicy, until_s: int = 2_000, first_s: int = 0) -> None:
     """Let short prompts come again after PERIOD_S, once, and long ones never."""
     for second in range(first_s, until_s, 2):
         learner.note_request(arrived(second, 100 * second, 100 * second + 1))

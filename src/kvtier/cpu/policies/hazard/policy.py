@@ -15,13 +15,13 @@ from itertools import chain, islice
 from math import exp
 
 from kvtier.base import OffloadKey, get_offload_group_idx
-from kvtier.cpu.policies.base import BlockStatus, CachePolicy, EvictionPreview, check_same_blocks
+from kvtier.cpu.policies.base import BlockStatus, CachePolicy, check_same_blocks
 from kvtier.cpu.policies.hazard.features import hint_code
 from kvtier.cpu.policies.hazard.forecaster import RunningRequests
 from kvtier.cpu.policies.hazard.prefix_tree import PrefixNode
 from kvtier.cpu.policies.hazard.shadow import GHOSTS_PER_BLOCK, HazardShadow
 from kvtier.cpu.policies.hint_trust import HintTrust
-from kvtier.cpu.policies.learning import AdmissionControl, ArrivedRequest, RequestLearner, ReuseForecast
+from kvtier.cpu.policies.learning import ArrivedRequest, ReuseForecast
 from kvtier.cpu.policies.lru import LRUCachePolicy
 from kvtier.errors import InvariantError
 
@@ -40,7 +40,7 @@ Lower costs hits on agents' traffic, higher bounds less."""
 Victims = list[tuple[OffloadKey, BlockStatus]]
 
 
-class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionControl, ReuseForecast):
+class HazardCachePolicy(CachePolicy, ReuseForecast):
     """Eviction and admission by learned time to reuse, with LRU as the fallback.
 
     Args:
@@ -58,6 +58,10 @@ class HazardCachePolicy(CachePolicy, EvictionPreview, RequestLearner, AdmissionC
     def follows_lru(self) -> bool:
         """Whether the policy evicts as LRU now, because LRU's shadow has at least as many recent hits."""
         return not self._selector.prefers_hazard
+
+    @property
+    def forecast(self) -> ReuseForecast:
+        return self
 
     @property
     def num_remembered_blocks(self) -> int:
