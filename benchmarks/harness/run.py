@@ -11,7 +11,7 @@ from benchmarks.harness.measurement import OURS, Measurement
 from benchmarks.harness.picture import write_picture
 from benchmarks.harness.suite import Options, Suite
 from benchmarks.harness.table import Table
-from kvtier.cli.demo.signals import ended_like_interrupted
+from kvtier.cli.processes import ended_like_interrupted
 
 Document = dict[str, object]
 """A suite's run as JSON."""

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import mooncake
 import numpy as np
 import xxhash
 from mooncake.store import MooncakeDistributedStore
@@ -31,8 +30,7 @@ from benchmarks.harness.tier_jobs import (
     rates_of,
 )
 from benchmarks.tiers.suite import Place, labels_of
-from kvtier.cli.demo.servers.mooncake import LOOPBACK
-from kvtier.cli.demo.servers.program import free_ports, is_free, running, wait_until
+from kvtier.cli.demo.storage import open_master
 from kvtier.errors import TierError
 from kvtier.namespace import make_namespace
 from kvtier.tiering.mooncake import MooncakeTier
@@ -157,24 +155,12 @@ class Tier:
 @contextmanager
 def open_server(folder: Path) -> Iterator[Place]:
     """Run a master for each contestant during the block; contestants provide the memory."""
-    os.environ.update(LOOPBACK)
     with ExitStack() as ends:
-        yield {"masters": [ends.enter_context(open_master(folder)) for _ in range(3)]}
-
-
-@contextmanager
-def open_master(folder: Path) -> Iterator[str]:
-    """Run a master during the block, and yield its address."""
-    port, metrics_port = free_ports(2)
-    binary = Path(mooncake.__file__).parent / "mooncake_master"
-    command = [str(binary), f"--rpc_port={port}", "--rpc_address=127.0.0.1"]
-    command += ["--metrics_host=127.0.0.1", f"--metrics_port={metrics_port}"]
-    with running(command, folder, os.environ) as process:
         try:
-            wait_until(lambda: not is_free(port), process, "mooncake_master")
+            masters = [ends.enter_context(open_master(folder)) for _ in range(3)]
         except SystemExit as error:
             raise TierError("mooncake", str(error)) from error
-        yield f"127.0.0.1:{port}"
+        yield {"masters": masters}
 
 
 def measure(options: Options, place: Place) -> Iterator[Measurement]:

@@ -30,7 +30,7 @@ from benchmarks.harness.tier_jobs import (
     rates_of,
 )
 from benchmarks.tiers.suite import Place, labels_of
-from kvtier.cli.demo.backends import open_backend
+from kvtier.cli.demo.storage import open_server as open_demo_server
 from kvtier.tiering.obj import ObjTier
 
 NUM_THREADS = 16
@@ -89,7 +89,7 @@ class Floor:
 
 def open_server(folder: Path) -> AbstractContextManager[Place]:
     """Run a SeaweedFS during the block."""
-    return open_backend("obj", folder)
+    return open_demo_server("obj", folder)
 
 
 def measure(options: Options, place: Place) -> Iterator[Measurement]:

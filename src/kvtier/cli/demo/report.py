@@ -1,84 +1,28 @@
-"""The results of the demo: each turn with kvtier and without, the restart, and the totals. Source of ``--json``."""
+"""The results of the demo: one turn without kvtier, with it and after the restart, as a table and as JSON.
+
+The turn shown is the median of the conversations' last turns, by the time that kvtier saves. A sum over all turns would
+mix those whose prefix has left the device with those that find everything there, with kvtier and without.
+"""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier.cli.demo.conversation import Turn
+from rich.console import Console
+from rich.table import Table
 
-DEVICE, HOST, COMPUTED = "device", "host", "computed"
-"""Origins of prompt tokens, as the engine names them; the origin of a tier's tokens is the tier's type."""
+from kvtier.cli.demo.conversation import ServedTurn, take_last_turns
+from kvtier.cli.output import make_table
 
+COMPUTED = "computed"
 
-@dataclass(frozen=True, slots=True)
-class ServedTurn:
-    """One served request.
+ROWS = ("without", "with", "after_restart")
+"""Rows of the table in JSON."""
 
-    Attributes:
-        turn: the planned turn.
-        prompt: the whole prompt.
-        token_ids: the answer.
-        sources: prompt tokens by origin.
-        first_token_s: time to first token.
-    """
-
-    turn: Turn
-    prompt: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    sources: Mapping[str, int]
-    first_token_s: float
-
-    def has_same_answer(self, other: "ServedTurn") -> bool:
-        """Return whether prompt and answer equal those of ``other``. Pure."""
-        return self.prompt == other.prompt and self.token_ids == other.token_ids
-
-
-@dataclass(frozen=True, slots=True)
-class RunComparison:
-    """One turn, served with kvtier and without.
-
-    Attributes:
-        with_tiers: result of the engine with kvtier.
-        without: result of the same engine without kvtier.
-    """
-
-    with_tiers: ServedTurn
-    without: ServedTurn
-
-    @property
-    def turn(self) -> Turn:
-        """The planned turn."""
-        return self.with_tiers.turn
-
-    @property
-    def is_identical(self) -> bool:
-        """Whether both gave the same answer to the same prompt."""
-        return self.with_tiers.has_same_answer(self.without)
-
-
-@dataclass(frozen=True, slots=True)
-class Total:
-    """Sums over several turns.
-
-    Attributes:
-        num_turns: turns.
-        num_prompt_tokens: tokens of their prompts.
-        sources: prompt tokens by origin, with kvtier.
-        with_s: sum of the times to first token with kvtier.
-        without_s: the same without.
-    """
-
-    num_turns: int
-    num_prompt_tokens: int
-    sources: Mapping[str, int]
-    with_s: float
-    without_s: float
-
-    @property
-    def speed_up(self) -> float:
-        """Time to first token without kvtier over that with kvtier; 1 when there was none."""
-        return self.without_s / self.with_s if self.with_s else 1.0
+BUSY_RATIO = 1.25
+"""How much the two runs may differ where they do the same work. Beyond it another program used the processor during one
+of them and the times mean little; on a quiet machine they differ by at most a tenth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,70 +31,98 @@ class Report:
 
     Attributes:
         tier: type of the secondary tier.
-        model: description of the model, for the table.
-        turns: every turn in the order of service.
-        restarted: turns served once more by a new process, paired with their run without kvtier.
-        settings: the options of the demo.
+        model: description of the model.
+        options: those of the demo.
+        without: every turn in the order of service, by the engine without kvtier.
+        with_kvtier: the same turns by the engine with kvtier.
+        restarted: the last turn of each conversation, served once more by a new process.
         wall_s: duration of the whole demo.
     """
 
     tier: str
     model: str
-    turns: Sequence[RunComparison]
-    restarted: Sequence[RunComparison]
-    settings: Mapping[str, Any]  # Any: JSON
+    options: Mapping[str, Any]  # Any: JSON
+    without: Sequence[ServedTurn]
+    with_kvtier: Sequence[ServedTurn]
+    restarted: Sequence[ServedTurn]
     wall_s: float
 
     @property
-    def all_turns(self) -> Total:
-        """The sums over every turn."""
-        return add_up(self.turns)
+    def origins(self) -> tuple[str, ...]:
+        """Where a prompt token can come from, the fastest first."""
+        return ("device", "host", self.tier, COMPUTED)
 
     @property
-    def cold_turns(self) -> Total:
-        """The turns that found nothing. They are the same work in both runs."""
-        return add_up(compared for compared in self.turns if set(compared.with_tiers.sources) == {COMPUTED})
-
-    @property
-    def later_turns(self) -> Total:
-        """The turns after the first of each conversation. They have a prefix to find."""
-        return add_up(compared for compared in self.turns if compared.turn.number > 1)
-
-    @property
-    def after_restart(self) -> Total:
-        """The turns that the new process served."""
-        return add_up(self.restarted)
-
-    @property
-    def restart_ratio(self) -> float:
-        """Share of the new process's prompt tokens that came from the tier."""
-        total = self.after_restart
-        return total.sources.get(self.tier, 0) / max(1, total.num_prompt_tokens)
+    def shown(self) -> tuple[ServedTurn, ServedTurn, ServedTurn]:
+        """The turn of the table: without kvtier, with it, and after the restart."""
+        runs = (take_last_turns(self.without), take_last_turns(self.with_kvtier), self.restarted)
+        by_gain = sorted(
+            zip(*runs, strict=True), key=lambda served: served[0].first_token_s - served[1].first_token_s
+        )
+        return by_gain[(len(by_gain) - 1) // 2]
 
     @property
     def is_identical(self) -> bool:
         """Whether every answer, after the restart too, equals the one without kvtier."""
-        return all(compared.is_identical for compared in [*self.turns, *self.restarted])
+        pairs = [*zip(self.without, self.with_kvtier, strict=True)]
+        pairs += zip(take_last_turns(self.without), self.restarted, strict=True)
+        return all(one.has_same_answer(other) for one, other in pairs)
+
+    @property
+    def restart_ratio(self) -> float:
+        """Share of the new process's prompt tokens that came from the tier."""
+        sources = add_sources(self.restarted)
+        return sources[self.tier] / sources.total()
+
+    @property
+    def cold_s(self) -> tuple[float, float]:
+        """Time to first token of the turns that found nothing, without kvtier and with it."""
+        pairs = zip(self.without, self.with_kvtier, strict=True)
+        cold = [(one, other) for one, other in pairs if set(other.sources) == {COMPUTED}]
+        return sum(one.first_token_s for one, _ in cold), sum(other.first_token_s for _, other in cold)
 
 
-def compare(with_tiers: Iterable[ServedTurn], without: Iterable[ServedTurn]) -> list[RunComparison]:
-    """Pair turns with their counterparts, in order. Pure."""
-    return [RunComparison(*pair) for pair in zip(with_tiers, without, strict=True)]
-
-
-def add_up(turns: Iterable[RunComparison]) -> Total:
-    """Return the sums over several turns. Pure."""
-    compared = list(turns)
+def add_sources(turns: Iterable[ServedTurn]) -> Counter[str]:
+    """Return the prompt tokens of ``turns`` by origin. Pure."""
     sources: Counter[str] = Counter()
-    for one in compared:
-        sources.update(one.with_tiers.sources)
-    return Total(
-        num_turns=len(compared),
-        num_prompt_tokens=sum(len(one.with_tiers.prompt) for one in compared),
-        sources=dict(sources),
-        with_s=sum(one.with_tiers.first_token_s for one in compared),
-        without_s=sum(one.without.first_token_s for one in compared),
-    )
+    for turn in turns:
+        sources.update(turn.sources)
+    return sources
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print the table and the summary."""
+    console.print(make_turn_table(report))
+    for line in summarize(report):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def make_turn_table(report: Report) -> Table:
+    """Return a row for each time that the turn was served. Pure."""
+    turn = report.shown[0].turn
+    title = f"Turn {turn.number} of conversation {turn.conversation}, the median of the last turns by time saved"
+    table = make_table(title, [""], ["prompt", *report.origins, "first token"])
+    for name, served in zip(("without kvtier", "with kvtier", "after a restart"), report.shown, strict=True):
+        counts = (str(served.sources.get(origin, 0)) for origin in report.origins)
+        table.add_row(name, str(len(served.prompt)), *counts, f"{served.first_token_s:.2f} s")
+    return table
+
+
+def summarize(report: Report) -> Iterator[str]:
+    """Yield the summary in sentences. Pure."""
+    sources = add_sources(report.with_kvtier)
+    shares = ", ".join(f"{name} {sources[name] / sources.total():.0%}" for name in report.origins)
+    yield f"model: {report.model}; without kvtier: the same device pool with its own prefix cache"
+    yield f"prompt tokens of all {len(report.with_kvtier)} turns with kvtier: {shares}"
+    yield f"after a restart in a new process: {report.restart_ratio:.0%} of prompt tokens from {report.tier}"
+    without_s, with_s = report.cold_s
+    if max(without_s, with_s) > BUSY_RATIO * min(without_s, with_s):
+        yield (
+            f"warning: turns that are the same work in both runs took {without_s:.2f} s and {with_s:.2f} s; "
+            "another program used this machine: measure again"
+        )
+    yield f"tokens identical: {'yes' if report.is_identical else 'no'}"
+    yield f"took {report.wall_s:.0f} s"
 
 
 def to_json(report: Report) -> dict[str, Any]:  # Any: JSON
@@ -158,40 +130,18 @@ def to_json(report: Report) -> dict[str, Any]:  # Any: JSON
     return {
         "model": report.model,
         "tier": report.tier,
-        "settings": dict(report.settings),
+        "settings": dict(report.options),
+        "turn": {name: _to_json(served) for name, served in zip(ROWS, report.shown, strict=True)},
+        "sources": dict(add_sources(report.with_kvtier)),
+        "restart": {"num_turns": len(report.restarted), "tier_ratio": report.restart_ratio},
         "identical": report.is_identical,
-        "turns": [_turn_to_json(compared) for compared in report.turns],
-        "all_turns": _total_to_json(report.all_turns),
-        "cold_turns": _total_to_json(report.cold_turns),
-        "later_turns": _total_to_json(report.later_turns),
-        "restart": {
-            "turns": [_turn_to_json(compared) for compared in report.restarted],
-            "tier_ratio": report.restart_ratio,
-            **_total_to_json(report.after_restart),
-        },
         "wall_s": report.wall_s,
     }
 
 
-def _turn_to_json(compared: RunComparison) -> dict[str, Any]:  # Any: JSON
+def _to_json(served: ServedTurn) -> dict[str, Any]:  # Any: JSON
     return {
-        "turn": compared.turn.label,
-        "prompt_tokens": len(compared.with_tiers.prompt),
-        "sources": dict(compared.with_tiers.sources),
-        "sources_without": dict(compared.without.sources),
-        "first_token_with_s": compared.with_tiers.first_token_s,
-        "first_token_without_s": compared.without.first_token_s,
-        "identical": compared.is_identical,
-        "answer": list(compared.with_tiers.token_ids),
-    }
-
-
-def _total_to_json(total: Total) -> dict[str, Any]:  # Any: JSON
-    return {
-        "num_turns": total.num_turns,
-        "prompt_tokens": total.num_prompt_tokens,
-        "sources": dict(total.sources),
-        "first_token_with_s": total.with_s,
-        "first_token_without_s": total.without_s,
-        "speed_up": total.speed_up,
+        "prompt_tokens": len(served.prompt),
+        "sources": dict(served.sources),
+        "first_token_s": served.first_token_s,
     }

@@ -1,114 +1,78 @@
-"""Serves turns once more in a new process that shares only the tier's storage with this one.
+"""Serves turns once more in a new process that shares only the tier's storage with the first one.
 
-The child is this interpreter running ``kvtier.cli.demo.restarted``, which loads the model itself. One JSON document
-goes in, one JSON line per served turn comes out. The child has always ended when ``serve_after_restart`` returns or
-raises.
+The new process is this module as a program, which loads the model itself. One JSON document goes in, one JSON line per
+served turn comes out.
 """
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import IO, Any
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from subprocess import Popen
+from typing import Any
 
-from kvtier.cli.demo.backends import make_child_environment
-from kvtier.cli.demo.directory import TierDirectory
-from kvtier.cli.demo.options import SetUp
-from kvtier.cli.demo.report import ServedTurn
+from kvtier.cli.demo.conversation import ServedTurn, Turn
+from kvtier.cli.demo.serving import SetUp, build_model, config_with, serve_turns
+from kvtier.cli.processes import ended_like_interrupted, running_module
+from kvtier.engines.transformers import KVTierEngine
 from kvtier.errors import RestartError
-
-CHILD_MODULE = "kvtier.cli.demo.restarted"
-
-TERMINATION_S = 15.0
-"""Seconds for an interrupted child to free its memory; it drains its stores for at most ten."""
-
-MAX_MESSAGE_BYTES = 2000
-"""Bytes of a failed child's error output that are passed on."""
-
-
-def choose_last_turns(served: Iterable[ServedTurn], num_turns: int) -> list[ServedTurn]:
-    """Return the last turn of each conversation, at most the ``num_turns`` last ones, in order. Pure."""
-    last_turns = {one.turn.conversation: one for one in served}
-    return list(last_turns.values())[-num_turns:]
 
 
 def serve_after_restart(
-    set_up: SetUp, directory: TierDirectory, served: Sequence[ServedTurn], on_served: Callable[[], None]
+    set_up: SetUp, turns: Sequence[Turn], on_served: Callable[[ServedTurn], object]
 ) -> list[ServedTurn]:
-    """Serve the prompts of ``served`` again in a new process and return the results.
+    """Serve ``turns`` in a new process and return the results.
 
     Raises:
-        RestartError: the process ended before it had answered every prompt.
+        RestartError: the process ended before it had served every turn.
     """
-    requests = [{"prompt": one.prompt, "num_answer_tokens": one.turn.num_answer_tokens} for one in served]
-    document = json.dumps({"set_up": set_up.to_json(), "requests": requests})
-    answers = []
-    with tempfile.TemporaryFile() as messages, _child(directory, messages) as child:
-        for line in _converse(child, document):
-            answers.append(json.loads(line))
-            on_served()
-        status = child.wait()
-        if status or len(answers) != len(served):
-            raise RestartError(status, _read_end(messages))
-    return [_apply(answer, one) for answer, one in zip(answers, served, strict=True)]
+    document = {"set_up": asdict(set_up), "turns": [asdict(turn) for turn in turns]}
+    served = []
+    with tempfile.TemporaryFile() as messages:
+        with running_module(__name__, messages=messages, stop=Popen.terminate) as child:
+            assert child.stdin is not None, "the child was started with pipes"
+            assert child.stdout is not None, "the child was started with pipes"
+            with suppress(BrokenPipeError):  # it has ended: its status says why
+                child.stdin.write(json.dumps(document))
+                child.stdin.close()
+            for line in child.stdout:
+                if line.startswith("{"):
+                    served.append(_parse(line))
+                    on_served(served[-1])
+            status = child.wait()
+        if status or len(served) != len(turns):
+            messages.seek(0)
+            lines = messages.read().decode(errors="replace").strip().splitlines() or [""]
+            raise RestartError(status, lines[-1])
+    return served
 
 
-@contextmanager
-def _child(directory: TierDirectory, messages: IO[bytes]) -> Iterator[subprocess.Popen[str]]:
-    """Start the child; terminate it if the block ends while it runs."""
-    child = subprocess.Popen(  # noqa: S603 - our own interpreter with fixed arguments
-        [sys.executable, "-m", CHILD_MODULE],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=messages,
-        text=True,
-        env=make_child_environment(),
-        pass_fds=directory.lock_fds,
-        # Ctrl-C reaches a whole process group; this process ends the child itself, in order.
-        start_new_session=True,
-    )
-    with child:
-        try:
-            yield child
-        finally:
-            _end(child)
+def main() -> None:
+    """Serve the turns of the document on stdin with a new engine, and print a line for each."""
+    with ended_like_interrupted():
+        document = json.load(sys.stdin)
+        set_up = SetUp(**document["set_up"])
+        with KVTierEngine(build_model(set_up.model), config_with(set_up)) as engine:
+            serve_turns(engine, [_parse_turn(fields) for fields in document["turns"]], _print)
 
 
-def _converse(child: subprocess.Popen[str], document: str) -> Iterator[str]:
-    assert child.stdin is not None, "the child was started with pipes"
-    assert child.stdout is not None, "the child was started with pipes"
-    try:
-        child.stdin.write(document)
-        child.stdin.close()
-    except BrokenPipeError:
-        return
-    yield from (line for line in child.stdout if line.startswith("{"))
+def _print(served: ServedTurn) -> None:
+    sys.stdout.write(json.dumps(asdict(served)) + "\n")
+    sys.stdout.flush()
 
 
-def _end(child: subprocess.Popen[str]) -> None:
-    if child.poll() is not None:
-        return
-    child.terminate()
-    try:
-        child.wait(TERMINATION_S)
-    except subprocess.TimeoutExpired:
-        child.kill()
+def _parse(line: str) -> ServedTurn:
+    fields = json.loads(line)
+    prompt, token_ids = tuple(fields["prompt"]), tuple(fields["token_ids"])
+    turn = _parse_turn(fields["turn"])
+    return ServedTurn(turn, prompt, token_ids, fields["sources"], fields["first_token_s"])
 
 
-def _apply(answer: Mapping[str, Any], served: ServedTurn) -> ServedTurn:  # Any: JSON
-    return ServedTurn(
-        turn=served.turn,
-        prompt=served.prompt,
-        token_ids=tuple(answer["token_ids"]),
-        sources=dict(answer["sources"]),
-        first_token_s=float(answer["first_token_s"]),
-    )
+def _parse_turn(fields: dict[str, Any]) -> Turn:  # Any: JSON
+    return Turn(fields["conversation"], fields["number"], tuple(fields["token_ids"]))
 
 
-def _read_end(messages: IO[bytes]) -> str:
-    size_bytes = messages.seek(0, os.SEEK_END)
-    messages.seek(max(0, size_bytes - MAX_MESSAGE_BYTES))
-    return messages.read().decode(errors="replace").strip()
+if __name__ == "__main__":
+    main()

@@ -1,21 +1,33 @@
-"""Builds the demo's model and engine configurations, and serves turns.
+"""Builds the demo's model and engines, and serves turns.
 
 The model has random weights of the Llama architecture, or is a local one. Tokens are bytes, not those of the model's
 tokenizer: the demo measures time and compares answers, it does not read them.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from transformers import PreTrainedModel
 
-from kvtier.cli.demo.conversation import Turn
-from kvtier.cli.demo.options import DevicePoolOptions, ModelOptions, SetUp
-from kvtier.cli.demo.report import ServedTurn
+from kvtier.cli.demo.conversation import ServedTurn, Turn
 from kvtier.engines.transformers import EngineConfig, GenerationResult
 from kvtier.engines.transformers.local_model import NUM_BYTE_TOKENS, load_local_model, make_random_llama
+
+NUM_LAYERS, HIDDEN_SIZE, SEED = 10, 1024, 0
+"""Of the random model: 113 M parameters, 20 KiB of KV a token."""
+
+NUM_ANSWER_TOKENS = 8
+"""Tokens generated in each turn, at most. The time to the first token is shown; more tokens would only take time."""
+
+BLOCK_TOKENS = 16
+"""Tokens in a device block: the engine's default."""
+
+SPARE_RATIO = 1.1
+"""Pool over longest prompt. A pool for exactly one prompt never shows a hit on the device; a pool for several shows
+little else."""
 
 WARM_UP_TOKENS = tuple(range(8))
 """A prompt shorter than a block: the libraries allocate their buffers for it, and no cache keeps anything."""
@@ -29,6 +41,25 @@ STORES_IN_FLIGHT_RATIO = 0.75
 gigabytes of host memory. Here an eighth is less than one step of prefill stores, so blocks would miss in the tier."""
 
 
+@dataclass(frozen=True, slots=True)
+class SetUp:
+    """What both processes of the demo have in common; it crosses to the second one as JSON.
+
+    Attributes:
+        model: directory of a local model; None: a random one.
+        num_device_blocks: blocks of the device pool, the same with kvtier and without.
+        cpu_bytes: host memory behind it.
+        tier: the secondary tier behind that, as ``type`` in a configuration names it.
+        tier_settings: its settings, its location included.
+    """
+
+    model: str | None
+    num_device_blocks: int
+    cpu_bytes: int
+    tier: str
+    tier_settings: Mapping[str, Any]  # Any: JSON
+
+
 class Engine(Protocol):
     """The part of ``KVTierEngine`` that serves a turn."""
 
@@ -36,71 +67,67 @@ class Engine(Protocol):
         """Generate every token and return the result."""
 
 
-def build_model(options: ModelOptions) -> PreTrainedModel:
-    """Return the model, in evaluation mode on the CPU; equal options give equal weights.
+def choose_device_blocks(turns: Iterable[Turn]) -> int:
+    """Return the size of a device pool that has room for the longest conversation and little more. Pure."""
+    num_tokens: Counter[int] = Counter()
+    for turn in turns:
+        num_tokens[turn.conversation] += len(turn.token_ids) + NUM_ANSWER_TOKENS
+    return int(-(-max(num_tokens.values()) // BLOCK_TOKENS) * SPARE_RATIO) + 1
+
+
+def build_model(path: str | None) -> PreTrainedModel:
+    """Return the local model in ``path``, or the random one: in evaluation mode, on the CPU, the same each time.
 
     Raises:
         ModelError: the path has no model of transformers, or the model has fewer tokens than there are bytes.
     """
-    if options.path is None:
-        return make_random_llama(options.num_layers, options.hidden_size, options.seed)
-    return load_local_model(Path(options.path), min_vocabulary_size=NUM_BYTE_TOKENS)
+    if path is None:
+        return make_random_llama(NUM_LAYERS, HIDDEN_SIZE, SEED)
+    return load_local_model(Path(path), min_vocabulary_size=NUM_BYTE_TOKENS)
 
 
-def config_without(pools: DevicePoolOptions) -> EngineConfig:
+def config_without(set_up: SetUp) -> EngineConfig:
     """Return the settings of an engine that has only its own prefix cache. Pure."""
-    return EngineConfig(num_device_blocks=pools.num_device_blocks)
+    return EngineConfig(num_device_blocks=set_up.num_device_blocks)
 
 
 def config_with(set_up: SetUp) -> EngineConfig:
     """Return the settings of the same engine with host memory and a tier behind it. Pure."""
     tier = {
-        "type": set_up.pools.tier,
+        "type": set_up.tier,
         "required": True,  # a demo without its tier shows nothing
-        "max_in_flight_store_bytes": max(1, int(set_up.pools.cpu_bytes * STORES_IN_FLIGHT_RATIO)),
+        "max_in_flight_store_bytes": max(1, int(set_up.cpu_bytes * STORES_IN_FLIGHT_RATIO)),
         **set_up.tier_settings,
     }
     return EngineConfig(
-        num_device_blocks=set_up.pools.num_device_blocks,
+        num_device_blocks=set_up.num_device_blocks,
         extra_config={
-            "cpu_bytes_to_use": set_up.pools.cpu_bytes,
+            "cpu_bytes_to_use": set_up.cpu_bytes,
             "lookup_deadline_s": LOOKUP_DEADLINE_S,
             "secondary_tiers": [tier],
         },
     )
 
 
-def warm_up(engine: Engine) -> None:
-    """Run a first forward pass, so that one-time costs of the libraries are not measured."""
-    engine.run(WARM_UP_TOKENS, 1)
-
-
-def serve_turns(engine: Engine, turns: Iterable[Turn], on_served: Callable[[], None]) -> list[ServedTurn]:
+def serve_turns(
+    engine: Engine, turns: Iterable[Turn], on_served: Callable[[ServedTurn], object]
+) -> list[ServedTurn]:
     """Serve ``turns`` one after another; each prompt is its conversation so far, answers included.
 
     Args:
-        engine: serves the turns.
+        engine: serves the turns, after a first forward pass whose one-time costs are not measured.
         turns: in the order in which they are served.
         on_served: called after each.
     """
+    engine.run(WARM_UP_TOKENS, 1)
     histories: dict[int, list[int]] = defaultdict(list)
     served = []
     for turn in turns:
         history = histories[turn.conversation]
         history.extend(turn.token_ids)
-        served.append(serve_prompt(engine, turn, tuple(history)))
-        history.extend(served[-1].token_ids)
-        on_served()
+        result = engine.run(history, NUM_ANSWER_TOKENS)
+        answer, sources = tuple(result.tokens), dict(result.sources)
+        served.append(ServedTurn(turn, tuple(history), answer, sources, result.time_to_first_token_s))
+        history.extend(answer)
+        on_served(served[-1])
     return served
-
-
-def serve_prompt(engine: Engine, turn: Turn, prompt: tuple[int, ...]) -> ServedTurn:
-    """Serve one prompt and return the result."""
-    result = engine.run(prompt, turn.num_answer_tokens)
-    return ServedTurn(
-        turn=turn,
-        prompt=prompt,
-        token_ids=tuple(result.tokens),
-        sources=dict(result.sources),
-        first_token_s=result.time_to_first_token_s,
-    )

@@ -12,7 +12,7 @@ from typing import Self
 
 import zmq
 
-from kvtier.cli.demo.signals import ended_like_interrupted
+from kvtier.cli.processes import ended_like_interrupted
 from kvtier.cli.record.event_log import KVEventLog, decode_batch
 from kvtier.errors import ConfigError, EventMessageError
 from kvtier.recording.trace_file import TraceFile

@@ -1,1 +1,0 @@
-"""Servers that the demo starts: one program each. A program ends when its standard input is closed."""
