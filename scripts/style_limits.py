@@ -34,7 +34,7 @@ MIN_FILE_LINES = 60
 MIN_IMPORTERS = 3
 """A shorter file needs that many importers, or implements a contract; otherwise it belongs into its importer."""
 
-CONTRACT_FOLDERS = ("cpu/policies", "cpu/cuda", "sim/formats", "cli/demo/servers", "tiering/kit", "testing")
+CONTRACT_FOLDERS = ("cpu/policies", "cpu/cuda", "sim/formats", "tiering/kit", "testing")
 """Their files implement a contract, or are one, and are found by name, so they may be short."""
 
 MEDIAN_FILE_LINES = 180

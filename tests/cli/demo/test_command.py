@@ -30,17 +30,14 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "option"),
     [
-        (["--docs", "/no/such/place"], "--docs"),
-        (["--trace", "/no/such/trace"], "--trace"),
-        (["--trace", __file__], "--trace"),
         (["--model", "/no/such/model"], "--model"),
         (["--dir", "/proc/nowhere/blocks"], "--dir"),
         (["--json", "/no/such/place/numbers.json"], "--json"),
-        (["--plot", "/no/such/place/turns.png"], "--plot"),
         (["--cpu-bytes", "much"], "--cpu-bytes"),
         (["--tier", "sf"], "--tier"),
-        (["--turns", "0"], "--turns"),
-        (["--scale", "7", "--trace", "/no/such/trace"], "--scale"),
+        (["--tier-setting", "max_blocks"], "--tier-setting"),
+        (["--tier-setting", "a=1", "--tier-setting", "a=2"], "--tier-setting"),
+        (["--tier-setting", "type=slab"], "--tier-setting"),
     ],
 )
 def test_a_wrong_argument_is_one_line_and_status_2(
@@ -55,7 +52,18 @@ def test_a_wrong_argument_is_one_line_and_status_2(
     assert list(place.iterdir()) == []
 
 
-@pytest.mark.parametrize(("arguments", "status"), [(["--help"], 0), (["--docs", "/no/such/place"], 2)])
+@pytest.mark.parametrize(
+    "arguments", [["--turns", "1"], ["--conversations", "0"], ["--document-tokens", "0"]]
+)
+def test_a_number_out_of_range_is_refused(
+    arguments: list[str], place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", *arguments]) == 2
+    assert arguments[0] in capsys.readouterr().err
+    assert list(place.iterdir()) == []
+
+
+@pytest.mark.parametrize(("arguments", "status"), [(["--help"], 0), (["--model", "/no/such/model"], 2)])
 def test_help_and_wrong_arguments_do_not_wait_for_torch(arguments: list[str], status: int) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", REFUSE_TORCH, "demo", *arguments],

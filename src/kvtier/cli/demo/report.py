@@ -100,7 +100,7 @@ def print_report(report: Report, console: Console) -> None:
 def make_turn_table(report: Report) -> Table:
     """Return a row for each time that the turn was served. Pure."""
     turn = report.shown[0].turn
-    title = f"Turn {turn.number} of conversation {turn.conversation}, the median of the last turns by time saved"
+    title = f"Turn {turn.number} of conversation {turn.conversation}, the median last turn by time saved"
     table = make_table(title, [""], ["prompt", *report.origins, "first token"])
     for name, served in zip(("without kvtier", "with kvtier", "after a restart"), report.shown, strict=True):
         counts = (str(served.sources.get(origin, 0)) for origin in report.origins)

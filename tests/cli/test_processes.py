@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from kvtier.cli.demo.signals import ENDING_SIGNALS, ended_like_interrupted
+from kvtier.cli.processes import ENDING_SIGNALS, ended_like_interrupted
 
 
 @pytest.mark.parametrize("number", ENDING_SIGNALS)

@@ -1,0 +1,61 @@
+"""A temporary directory goes with the demo, the user's own is kept, and a tier on disk gets its location."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from kvtier.cli.demo.storage import free_ports, is_free, open_storage
+from kvtier.errors import ConfigError
+
+
+@pytest.fixture
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the place of temporary directories."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_a_temporary_directory_is_removed_with_everything_in_it(parent: Path) -> None:
+    with open_storage("fs", None) as settings:
+        folder = Path(settings["root_dir"])
+        (folder / "folder").mkdir()
+        assert folder.parent == parent
+
+    assert list(parent.iterdir()) == []
+
+
+def test_a_temporary_directory_is_removed_when_the_block_raises(parent: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), open_storage("fs", None):
+        raise KeyboardInterrupt
+
+    assert list(parent.iterdir()) == []
+
+
+def test_the_users_directory_is_made_and_kept(tmp_path: Path) -> None:
+    with open_storage("fs", tmp_path / "blocks") as settings:
+        assert settings == {"root_dir": str(tmp_path / "blocks"), "capacity_bytes": "1GiB"}
+        (tmp_path / "blocks" / "block").touch()
+
+    assert (tmp_path / "blocks" / "block").is_file()
+    assert (tmp_path / "blocks").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_tier_in_a_file_gets_its_path(tmp_path: Path) -> None:
+    with open_storage("slab", tmp_path) as settings:
+        assert settings == {"path": str(tmp_path / "blocks"), "capacity_bytes": "1GiB"}
+
+
+@pytest.mark.parametrize("name", ["file", "missing/blocks"])
+def test_a_directory_that_cannot_be_written_is_one_error(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+
+    with pytest.raises(ConfigError, match="--dir"), open_storage("fs", tmp_path / name):
+        pass
+
+
+def test_ports_are_free_and_so_are_those_above_them() -> None:
+    ports = free_ports(4, 10_000)
+
+    assert len(set(ports)) == 4
+    assert all(is_free(port) and is_free(port + 10_000) for port in ports)
