@@ -1,6 +1,9 @@
 """A temporary directory goes with the demo, the user's own is kept, and a tier on disk gets its location."""
 
+import secrets
+import socket
 import tempfile
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -54,8 +57,14 @@ def test_a_directory_that_cannot_be_written_is_one_error(tmp_path: Path, name: s
         pass
 
 
-def test_ports_are_free_and_so_are_those_above_them() -> None:
-    ports = free_ports(4, 10_000)
+def test_a_port_is_chosen_where_nothing_listens_on_it_nor_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = int(taken.getsockname()[1])
+        offered = chain([port, port - 50], range(port - 1, 10_000, -1))
+        monkeypatch.setattr(secrets, "randbelow", lambda _: next(offered) - 10_000)
 
-    assert len(set(ports)) == 4
-    assert all(is_free(port) and is_free(port + 10_000) for port in ports)
+        (chosen,) = free_ports(1, 50)
+
+        assert not is_free(port)
+        assert chosen not in {port, port - 50}
