@@ -17,8 +17,9 @@ from typing import IO
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 """Signals that end a command from outside: a supervisor, a closed terminal."""
 
-STOP_S = 15.0
-"""Seconds for a child to end. An interrupted engine drains its stores for at most ten."""
+STOP_S = 75.0
+"""Seconds for a child to end. An interrupted engine drains its stores for at most ten; a server that is starting ends
+when it is ready or has failed, within a minute. A child that is killed earlier would leave its server behind."""
 
 SOURCE_FOLDER = Path(__file__).parents[2]
 """Where a child process finds this package, installed or not."""
