@@ -61,8 +61,8 @@ class Tiny:
 
 def misses_of(engine: KVTierEngine) -> list[Miss]:
     """Return why blocks of the last request were computed, those of its end aside."""
-    assert engine._driver is not None
-    last: RequestRecord = engine._driver._scheduler.records.latest[-1]
+    assert engine._halves is not None
+    last: RequestRecord = engine._halves.scheduler.records.latest[-1]
     last.check()
     return [run.miss for run in last.missed if run.miss.cause is not MissCause.PARTIAL_BLOCK]
 

@@ -37,8 +37,8 @@ def models(tiny: Tiny) -> FaultyModels:
 
 def held_rows(engine: KVTierEngine, tokens: list[int]) -> list[Bytes]:
     """Return what host memory holds of each block of a prompt."""
-    driver: Any = engine._driver  # Any: reached through the engine's objects
-    rows = driver._worker._spec._handlers.rows.numpy().view(np.uint8)
+    driver: Any = engine._halves  # Any: reached through the engine's objects
+    rows = driver.worker._spec._handlers.rows.numpy().view(np.uint8)
     hashes = make_prompt_hasher("", BLOCK_TOKENS, lambda _: "")(tokens)
     keys, context = [make_offload_key(one, 0) for one in hashes], ReqContext("test")
     held = driver.manager.prepare_load(keys, context)

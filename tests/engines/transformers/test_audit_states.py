@@ -59,8 +59,8 @@ def start(make_engine: MakeEngine, model: PreTrainedModel, **options: object) ->
 
 def states_of(engine: KVTierEngine, tokens: list[int], end: int = END) -> Bytes:
     """Return what host memory holds of the states after so many tokens of a prompt; writing to it changes that."""
-    driver: Any = engine._driver  # Any: reached through the engine's objects
-    spec = driver._worker._spec
+    driver: Any = engine._halves  # Any: reached through the engine's objects
+    spec = driver.worker._spec
     rows = spec._handlers.rows.numpy().view(np.uint8)
     group_idx = len(spec.config.groups) - 1
     block_hash = make_prompt_hasher("", BLOCK_TOKENS, lambda _: "")(tokens)[end // BLOCK_TOKENS - 1]
@@ -74,15 +74,15 @@ def states_of(engine: KVTierEngine, tokens: list[int], end: int = END) -> Bytes:
 
 def parts_of(engine: KVTierEngine) -> list[slice]:
     """Return where in a page each state of each layer is."""
-    driver: Any = engine._driver  # Any: as above
-    ends = np.cumsum([part.size_bytes for part in driver._worker._spec.config.groups[-1].state_parts])
+    driver: Any = engine._halves  # Any: as above
+    ends = np.cumsum([part.size_bytes for part in driver.worker._spec.config.groups[-1].state_parts])
     return [slice(int(first), int(end)) for first, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def attention_of(engine: KVTierEngine) -> list[GroupLayout]:
     """Return the KV groups of keys and values."""
-    driver: Any = engine._driver  # Any: as above
-    return [layout for layout in driver._scheduler.layouts if not layout.is_state]
+    driver: Any = engine._halves  # Any: as above
+    return [layout for layout in driver.scheduler.layouts if not layout.is_state]
 
 
 def of_another_prompt(engine: KVTierEngine, tokens: list[int], other: list[int]) -> None:

@@ -95,7 +95,7 @@ def test_a_device_pool_of_one_request_spills_and_comes_back_in_every_turn(
                 assert result.sources["host"] > 0
             conversations[index] = conversation + expected[0] + prompt_of(100 * turn + index, 6)
             conversations[index] = conversations[index][: 40 + 12 * (turn + 1)]
-        engine._pool.check()
+        engine._device.pool.check()
 
 
 def test_device_and_host_share_a_prefix(
@@ -208,8 +208,8 @@ def test_the_last_stores_of_a_request_are_begun_before_its_last_token_is_out(
 ) -> None:
     engine = make_engine(llama, extra_config=HOST)
     engine.run(prompt, 1)
-    assert engine._driver is not None
-    assert not engine._driver._worker._deferred_stores
+    assert engine._halves is not None
+    assert not engine._halves.worker._deferred_stores
     assert engine.stats()["connector.store_jobs"] > 0
 
 

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -26,7 +26,6 @@ from kvtier.base import (
 from kvtier.config import OffloadingConfig
 from kvtier.cpu.spec import CPUOffloadingSpec
 from kvtier.engines.transformers import GenerationResult, KVTierEngine
-from kvtier.engines.transformers.connector_driver import ConnectorDriver
 from kvtier.engines.transformers.paged_cache import PagedKVCache
 from kvtier.engines.transformers.request import Request
 from kvtier.errors import EngineStateError
@@ -51,20 +50,15 @@ class Tiny(Protocol):
     def gpt2(self) -> PreTrainedModel: ...
 
 
-class TamperingDriver:
-    """A connector link after whose loads one device block has other bytes. For one engine of one test."""
+def tamper_with_loads(engine: KVTierEngine, tamper: Callable[[Request], None]) -> None:
+    """Give device blocks of each request other bytes when its load has ended. For one engine of one test."""
+    complete = engine._device.complete_load
 
-    def __init__(self, driver: ConnectorDriver, tamper: Callable[[Request], None]) -> None:
-        self._driver = driver
-        self._tamper = tamper
+    def complete_tampered(request: Request, num_external_tokens: int, failed: Collection[int]) -> int:
+        tamper(request)
+        return complete(request, num_external_tokens, failed)
 
-    def wait_for_load(self, request: Request) -> set[int]:
-        failed = self._driver.wait_for_load(request)
-        self._tamper(request)
-        return failed
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._driver, name)
+    engine._device.complete_load = complete_tampered  # type: ignore[method-assign]  # no public switch plants this fault
 
 
 def zero_block(pages: PagedKVCache, block_ids: list[int], index: int) -> None:
@@ -99,10 +93,7 @@ def test_one_wrong_block_among_those_loaded_is_seen_in_the_logits(
     assert engine.drain(WAIT_S)
     engine.drop_device_cache()
     engine.run(prompt_of(1, 80), 1)
-    driver = engine._driver
-    assert driver is not None
-    tampering = TamperingDriver(driver, lambda request: tamper(engine._pages, request.block_ids, index))
-    engine._scheduler._driver = tampering  # type: ignore[assignment]  # stands in for the driver
+    tamper_with_loads(engine, lambda request: tamper(engine._device.pages, request.block_ids, index))
     result = engine.run(prompt, 1, return_logits=True)
     assert result.sources == {"host": 72, "computed": 3}
     assert difference(result, expected) > 10
@@ -182,7 +173,7 @@ def test_a_failed_load_is_computed_instead(
     specs[-1].loads.fault = ""
     engine.drop_device_cache()
     assert engine.run(prompt, 1).sources == {"host": 72, "computed": 3}
-    engine._pool.check()
+    engine._device.pool.check()
 
 
 def test_ctrl_c_while_a_load_is_waited_for_comes_when_it_has_ended(
@@ -202,8 +193,8 @@ def test_ctrl_c_while_a_load_is_waited_for_comes_when_it_has_ended(
     with pytest.raises(KeyboardInterrupt):
         engine.run(prompt, 1)
     assert specs[-1].loads.num_waits == 1
-    assert engine._pool.num_free_blocks == 32
-    engine._pool.check()
+    assert engine._device.pool.num_free_blocks == 32
+    engine._device.pool.check()
     assert engine.stats()["connector.open_jobs"] == 0
     engine.drop_device_cache()
     result = engine.run(prompt, 1)
@@ -223,7 +214,7 @@ def test_a_stream_that_is_closed_early_leaves_the_engine_usable(
         _ = stream.result
     stream.close()
     assert stream.result.tokens == [first] == tokens[:1]
-    assert engine._pool.num_free_blocks == 32
+    assert engine._device.pool.num_free_blocks == 32
     assert engine.run(prompt, NUM_NEW_TOKENS).tokens == tokens
 
 
@@ -264,8 +255,8 @@ def test_a_forward_pass_that_breaks_leaves_no_wrong_block_behind(
     with pytest.raises(RuntimeError if error else KeyboardInterrupt):
         engine.run(prompt, NUM_NEW_TOKENS)
     assert signal.getsignal(signal.SIGINT) is handler
-    assert engine._pool.num_free_blocks == 32
-    engine._pool.check()
+    assert engine._device.pool.num_free_blocks == 32
+    engine._device.pool.check()
     assert engine.drain(WAIT_S)
     assert engine.stats()["connector.open_jobs"] == 0
     for _ in range(2):
@@ -330,7 +321,7 @@ def test_a_shutdown_ends_the_request_that_is_being_served(
     stream = engine.generate(prompt, NUM_NEW_TOKENS)
     next(stream)
     engine.shutdown()
-    assert engine._pool.num_free_blocks == 32
+    assert engine._device.pool.num_free_blocks == 32
     with pytest.raises(EngineStateError, match="ended by shutdown"):
         next(stream)
     assert len(stream.result.tokens) == 1
@@ -340,17 +331,16 @@ def test_blocks_are_free_again_even_when_the_end_of_a_request_fails(
     llama: LlamaForCausalLM, prompt: list[int], make_engine: MakeEngine
 ) -> None:
     engine = make_engine(llama, extra_config=HOST)
-    driver = engine._driver
-    assert driver is not None
-    finish = driver.finish
+    server = engine._server
+    finish = server._finish
 
     def fail(request: Request) -> None:
         finish(request)
         raise OSError("the end failed")
 
-    driver.finish = fail  # type: ignore[method-assign]  # a fault that no public switch can plant
+    server._finish = fail  # type: ignore[method-assign]  # a fault that no public switch can plant
     with pytest.raises(OSError, match="the end failed"):
         engine.run(prompt, max_new_tokens=2)
-    driver.finish = finish  # type: ignore[method-assign]  # the fault is over
+    server._finish = finish  # type: ignore[method-assign]  # the fault is over
     assert engine.stats()["device.free_blocks"] == engine.stats()["device.num_blocks"]
     assert len(engine.run(prompt, max_new_tokens=2).tokens) == 2

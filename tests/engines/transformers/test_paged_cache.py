@@ -2,7 +2,7 @@
 
 import torch
 
-from kvtier.engines.transformers.block_sizes import BlockSizes
+from kvtier.engines.transformers.config import BlockSizes
 from kvtier.engines.transformers.model_adapter import KVShape, LayerShape
 from kvtier.engines.transformers.paged_cache import PagedKVCache
 from kvtier.engines.transformers.sequence_cache import SequenceCache

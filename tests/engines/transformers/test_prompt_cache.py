@@ -105,8 +105,8 @@ def test_what_was_lost_is_why_a_prompt_is_computed_again(
     causes: set[MissCause] = set()
     for prompt in filled.prompts[:-2]:
         engine.run(prompt, 1)
-        assert engine._driver is not None
-        record = engine._driver._scheduler.records.latest[-1]
+        assert engine._halves is not None
+        record = engine._halves.scheduler.records.latest[-1]
         causes |= {run.miss.cause for run in record.missed}
     assert MissCause.NEVER_SEEN not in causes
     if num_lost:

@@ -15,8 +15,8 @@ WAIT_S = 60.0
 
 
 def records_of(engine: KVTierEngine) -> Sequence[RequestRecord]:
-    assert engine._driver is not None
-    return engine._driver._scheduler.records.latest
+    assert engine._halves is not None
+    return engine._halves.scheduler.records.latest
 
 
 @pytest.mark.parametrize("load_if", ["always", "faster"])

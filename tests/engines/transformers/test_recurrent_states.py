@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.cache_name import CACHE_NAME
 from tests.engines.transformers.recurrent_models import MAKERS
-from tests.engines.transformers.test_engine_faults import FailingSpec, TamperingDriver
+from tests.engines.transformers.test_engine_faults import FailingSpec, tamper_with_loads
 from transformers import PreTrainedModel
 
 from kvtier.config import OffloadingConfig
@@ -74,7 +74,7 @@ def assert_same(result: GenerationResult, expected: Expected) -> None:
 
 def run(engine: KVTierEngine, prompt: list[int]) -> GenerationResult:
     result = engine.run(prompt, NUM_NEW_TOKENS, return_logits=True)
-    engine._pool.check()
+    engine._device.pool.check()
     return result
 
 
@@ -188,7 +188,7 @@ def test_one_state_is_loaded_however_long_the_prefix(
     assert engine.drain(WAIT_S)
     engine.drop_device_cache()
     engine.run(prompt, 1)
-    shape = engine._server.shape
+    shape = engine._server.adapter.shape
     assert engine.stats()["connector.load_bytes"] == 64 * shape.token_bytes + shape.state_bytes
 
 
@@ -200,8 +200,8 @@ def test_a_stream_that_ends_early_leaves_good_states(
     stream = engine.generate(prompt, 30)
     next(stream)
     stream.close()
-    engine._pool.check()
-    assert engine._pool.num_free_blocks == engine._pool.num_blocks
+    engine._device.pool.check()
+    assert engine._device.pool.num_free_blocks == engine._device.pool.num_blocks
     assert_same(run(engine, prompt), plain(model, prompt, NUM_NEW_TOKENS))
 
 
@@ -275,10 +275,7 @@ def test_a_wrong_state_is_seen_in_the_answer(
     engine.run(prompt[:66], 1)
     assert engine.drain(WAIT_S)
     engine.drop_device_cache()
-    driver = engine._driver
-    assert driver is not None
-    tampering = TamperingDriver(driver, lambda request: tamper(engine._pages, request.state_block_ids[-1]))
-    engine._scheduler._driver = tampering  # type: ignore[assignment]  # stands in for the driver
+    tamper_with_loads(engine, lambda request: tamper(engine._device.pages, request.state_block_ids[-1]))
     result = run(engine, prompt)
     assert result.sources == {"host": 64, "computed": 11}
     assert result.logits is not None

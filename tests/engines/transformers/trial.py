@@ -15,8 +15,7 @@ import transformers
 from tests.engines.transformers.tiny_models import build_tiny_model
 from transformers import GenerationConfig, PreTrainedModel
 
-from kvtier.engines.transformers.block_sizes import BlockSizes, choose_block_sizes
-from kvtier.engines.transformers.config import EngineConfig
+from kvtier.engines.transformers.config import BlockSizes, EngineConfig, choose_block_sizes
 from kvtier.engines.transformers.engine import KVTierEngine
 from kvtier.engines.transformers.model_adapter import KVShape, ModelAdapter
 from kvtier.engines.transformers.result import COMPUTED, DEVICE, HOST

@@ -10,59 +10,21 @@ transformers reads from the cache how many tokens it holds and computes the othe
 the model generates, because the cache has keys and values of its own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 
-from kvtier.engines.transformers.model_adapter import KVShape
 from kvtier.engines.transformers.result import COMPUTED
-from kvtier.engines.transformers.rope import LengthRange
 from kvtier.engines.transformers.sequence_cache import SequenceCache
+from kvtier.engines.transformers.serving import RequestServer
 from kvtier.engines.transformers.token_ids import TokenIds, read_token_ids
 from kvtier.errors import ConfigError, ModelError
 
 HEADROOM_TOKENS = 256
 """Room for output tokens at first. More costs memory that short answers never use; with less the cache is copied more
 often, each time that it grows by half."""
-
-
-class PrefixStore(Protocol):
-    """What a KVTierCache loads from and stores into: the engine."""
-
-    @property
-    def shape(self) -> KVShape:
-        """The KV that one token adds to the model's cache."""
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Token ids are below this."""
-
-    @property
-    def epoch(self) -> int:
-        """The number of resets and of changes of the model that were noticed."""
-
-    def read_prompt(self, token_ids: TokenIds) -> list[int]:
-        """Return a prompt as a list, or raise ConfigError."""
-
-    def range_of(self, num_prompt_tokens: int) -> LengthRange:
-        """Return the range of lengths in which such a prompt shares keys, or raise SequenceLengthError."""
-
-    def load_prefix(
-        self, token_ids: Sequence[int], sequence: SequenceCache, tenant: str | None
-    ) -> Mapping[str, int]:
-        """Fill ``sequence`` with the cached prefix of ``token_ids``; return tokens by origin."""
-
-    def store_sequence(
-        self,
-        token_ids: Sequence[int],
-        sequence: SequenceCache,
-        length_range: LengthRange,
-        tenant: str | None,
-        epoch: int,
-    ) -> bool:
-        """Store the full blocks of ``sequence``, unless that epoch is over; return whether they are stored."""
 
 
 class KVTierCache(SequenceCache):
@@ -74,7 +36,7 @@ class KVTierCache(SequenceCache):
     commits when its block ends without an error.
 
     Args:
-        store: the engine.
+        server: of the engine.
         input_ids: the prompt: ids, or what a tokenizer returned for one text; a leading dimension of one is fine.
         tenant: whose prompt it is, where the engine's setting ``tenants`` names tenants.
 
@@ -82,15 +44,15 @@ class KVTierCache(SequenceCache):
         sources: prompt tokens by origin, as in ``GenerationResult.sources``; the model computes those of ``computed``.
     """
 
-    def __init__(self, store: PrefixStore, input_ids: TokenIds, tenant: str | None = None) -> None:
-        self._store = store
+    def __init__(self, server: RequestServer, input_ids: TokenIds, tenant: str | None = None) -> None:
+        self._server = server
         self._tenant = tenant
-        self._prompt = store.read_prompt(input_ids)
-        self._range = store.range_of(len(self._prompt))
+        self._prompt = server.adapter.read_prompt(input_ids)
+        self._range = server.adapter.rope.range_of(len(self._prompt))
         self._is_committed = False
-        super().__init__(store.shape, len(self._prompt) + HEADROOM_TOKENS)
-        found = store.load_prefix(self._prompt, self, tenant)
-        self._epoch = store.epoch
+        super().__init__(server.adapter.shape, len(self._prompt) + HEADROOM_TOKENS)
+        found = self._load_prefix()
+        self._epoch = server.epoch
         self._num_stored_tokens = self.num_tokens
         num_computed = len(self._prompt) - sum(found.values())
         self.sources: Mapping[str, int] = dict(found) | {COMPUTED: num_computed}
@@ -134,22 +96,19 @@ class KVTierCache(SequenceCache):
         """
         token_ids = self._prompt
         if output_ids is not None:
-            token_ids = read_token_ids(output_ids, self._store.vocabulary_size)
+            token_ids = read_token_ids(output_ids, self._server.adapter.vocabulary_size)
             if token_ids[: len(self._prompt)] != self._prompt:
                 shown = f"{len(token_ids)} tokens that begin with {token_ids[:8]}"
                 raise ConfigError("output_ids", shown, "must begin with the prompt of this cache")
         self._is_committed = True
-        if self._store.shape.states:
+        if self._server.adapter.shape.states:
             # They were kept while the engine computed the prompt. `generate` goes on from token to token, or in pieces
             # that end anywhere, so later states cannot be told from those in between.
-            return self._num_stored_tokens if self._epoch == self._store.epoch else 0
+            return self._num_stored_tokens if self._epoch == self._server.epoch else 0
         # The model has not computed the last token of the output.
         num_known = len(token_ids) - (output_ids is not None)
         num_tokens = self._range.cut(min(num_known, self.num_tokens))
-        is_stored = num_tokens > 0 and self._store.store_sequence(
-            token_ids[:num_tokens], self, self._range, self._tenant, self._epoch
-        )
-        return num_tokens if is_stored else 0
+        return num_tokens if num_tokens > 0 and self._store(token_ids[:num_tokens]) else 0
 
     def __enter__(self) -> Self:
         return self
@@ -159,3 +118,48 @@ class KVTierCache(SequenceCache):
     ) -> None:
         if error is None and not self._is_committed:
             self.commit()
+
+    def _load_prefix(self) -> Mapping[str, int]:
+        """Fill this cache with the cached prefix of its prompt, at most all but the last token.
+
+        Effects: for a model with recurrent states, computes and stores what is missing up to the last state that can
+            be kept, because the caller computes the prompt in one piece and no state within it is seen.
+
+        Returns:
+            Tokens by origin; those that were computed are not among them.
+        """
+        request = self._server.make_request(self._prompt, tenant=self._tenant)
+        interval, end = request.sizes.state_interval_tokens, request.num_tokens - 1
+        if interval is None:
+            end = 0
+        elif not request.goes_on_by_token:
+            end = end // interval * interval
+        with self._server.serving(request):
+            self._server.admit(request, self)
+            while request.num_computed_tokens < end:
+                self._server.compute_chunk(request, self)
+        return {origin: num_tokens for origin, num_tokens in request.origins.items() if num_tokens}
+
+    def _store(self, token_ids: list[int]) -> bool:
+        """Store the full blocks of ``token_ids``, the first of this cache, on the device and in the tiers.
+
+        Returns:
+            Whether they are stored: not when the engine was reset or the model changed meanwhile.
+        """
+        self._server.require_idle()
+        self._server.follow_model()
+        if self._epoch != self._server.epoch:
+            return False
+        request = self._server.make_request(
+            token_ids,
+            kv_transfer_params={"skip_load": True},
+            length_range=self._range,
+            tenant=self._tenant,
+        )
+        request.is_traffic = False
+        with self._server.serving(request):
+            self._server.admit(request, None)
+            num_missing = request.num_tokens - request.num_computed_tokens
+            if num_missing:
+                self._server.advance(request, self, num_missing, lambda: None)
+        return True

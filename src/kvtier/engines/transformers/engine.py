@@ -1,14 +1,8 @@
-"""The embedded engine: serves requests one after another from a device pool with tiers behind it.
-
-A request is admitted (its prefix is found on the device or in a tier and loaded), prefilled in chunks from there on,
-and decoded token by token. Blocks that became full are stored in later steps while the model computes; the last ones
-while the next request runs or the caller does other work.
-"""
+"""The embedded engine: what a program calls; ``serving.py`` has the way of a request through it."""
 
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -18,21 +12,18 @@ from transformers import PreTrainedModel
 from kvtier.base import OffloadingSpec
 from kvtier.config import OffloadingConfig, parse_settings
 from kvtier.engines.common.block_pool import DeviceBlockPool
-from kvtier.engines.transformers.block_sizes import choose_block_sizes, describe_waste
 from kvtier.engines.transformers.cache import KVTierCache
-from kvtier.engines.transformers.config import EngineConfig
-from kvtier.engines.transformers.connector_driver import ConnectorDriver
-from kvtier.engines.transformers.identity import ModelNamer, make_offloading_config
+from kvtier.engines.transformers.config import EngineConfig, choose_block_sizes, describe_waste
+from kvtier.engines.transformers.connector_halves import ConnectorHalves
+from kvtier.engines.transformers.identity import ModelFollower, ModelNamer, make_offloading_config
 from kvtier.engines.transformers.interrupt import DeferredInterrupt
 from kvtier.engines.transformers.model_adapter import ModelAdapter
 from kvtier.engines.transformers.model_checks import Continuation, require_shareable_prefixes
-from kvtier.engines.transformers.model_switch import ModelSwitch
 from kvtier.engines.transformers.model_watch import ModelLook
-from kvtier.engines.transformers.paged_cache import PagedKVCache
+from kvtier.engines.transformers.paged_cache import DeviceCache, PagedKVCache
 from kvtier.engines.transformers.request import make_prompt_hasher
 from kvtier.engines.transformers.result import GenerationResult, TokenStream
 from kvtier.engines.transformers.sampling import SamplingParams
-from kvtier.engines.transformers.scheduler import RequestScheduler
 from kvtier.engines.transformers.serving import RequestServer
 from kvtier.engines.transformers.token_ids import TokenIds
 from kvtier.errors import ModelError
@@ -80,40 +71,36 @@ class KVTierEngine:
         before = ModelLook(model)
         continuation = require_shareable_prefixes(adapter)
         namer = ModelNamer(adapter, config, unread=before.changed_names())
-        self._pool = DeviceBlockPool(config.num_device_blocks)
         sizes = choose_block_sizes(config, adapter.shape)
         if waste := describe_waste(adapter.shape, sizes):
             logger.warning("%s: %s", adapter.name, waste)
-        self._pages = PagedKVCache(adapter.shape, config.num_device_blocks, sizes)
-        self._is_shut_down = False
+        pages = PagedKVCache(adapter.shape, config.num_device_blocks, sizes)
+        self._device = DeviceCache(DeviceBlockPool(config.num_device_blocks), pages, sizes)
         self._can_generate_with_cache = adapter.can_generate_with_cache
-        self._driver: ConnectorDriver | None = None
+        self._halves: ConnectorHalves | None = None
         look, identity = ModelLook(model, namer.unread), None
         if config.extra_config is not None:
             identity = namer.name_probed()
-            worker = make_offloading_config(adapter, config, config.extra_config, identity)
-            specs = make_spec(replace(worker, rank=None)), make_spec(worker)
             hash_prompt = make_prompt_hasher(
                 config.salt, sizes.block_size_tokens, lambda num: adapter.rope.range_of(num).name
             )
-            self._driver = ConnectorDriver(*specs, self._pages.canonical, clock, pause, hash_prompt)
-        self._model_switch = ModelSwitch(look, namer, identity, self._pool, self._driver)
+            worker = make_offloading_config(adapter, config, config.extra_config, identity)
+            self._halves = ConnectorHalves.open(worker, make_spec, pages.canonical, clock, hash_prompt)
         try:
-            self._scheduler = RequestScheduler(self._pool, self._pages, self._driver)
             self._server = RequestServer(
                 adapter,
                 config,
-                sizes,
-                self._pool,
-                self._scheduler,
-                self._model_switch,
+                self._device,
+                self._halves,
+                ModelFollower(namer, look, identity),
                 clock,
+                pause,
                 goes_on_by_token=continuation is Continuation.ONE_BY_ONE,
             )
             self.metrics = open_metrics(self, parse_settings(config.extra_config or {}))
         except BaseException:
-            if self._driver is not None:
-                self._driver.shutdown(0.0)
+            if self._halves is not None:
+                self._halves.shutdown()
             raise
 
     def generate(
@@ -205,28 +192,27 @@ class KVTierEngine:
     def drop_device_cache(self) -> None:
         """Clear the device's prefix cache, not the tiers."""
         self._server.require_idle()
-        self._pool.drop_cached()
+        self._device.pool.drop_cached()
 
     def reset(self) -> None:
         """Forget every block, on the device and in every tier; shared tiers keep blocks for other engines."""
-        self._server.require_idle()
-        self._model_switch.reset()
+        self._server.reset()
 
     def stats(self) -> dict[str, float]:
         """Return counters and gauges by dotted name; those of the device pool begin with ``device``.
 
         Thread: any. ``docs/reference/metrics.md`` has the metric families that are made from them.
         """
-        stats = {} if self._driver is None else self._driver.stats()
+        stats, pool = {} if self._halves is None else self._halves.scheduler.stats(), self._device.pool
         return stats | {
-            "device.num_blocks": float(self._pool.num_blocks),
-            "device.free_blocks": float(self._pool.num_free_blocks),
-            "device.cached_blocks": float(self._pool.num_cached_blocks),
+            "device.num_blocks": float(pool.num_blocks),
+            "device.free_blocks": float(pool.num_free_blocks),
+            "device.cached_blocks": float(pool.num_cached_blocks),
         }
 
     def histograms(self) -> dict[str, HistogramSnapshot]:
         """Return histograms of sizes and durations by dotted name. Thread: any."""
-        return {} if self._driver is None else self._driver.histograms()
+        return {} if self._halves is None else self._halves.scheduler.histograms()
 
     def drain(self, timeout_s: float) -> DrainResult:
         """Wait until every store has reached host memory and the tiers, or ``timeout_s`` has passed.
@@ -236,7 +222,7 @@ class KVTierEngine:
             tier since the last drain that ended. Its fields say how many.
         """
         self._server.require_idle()
-        return DrainResult() if self._driver is None else self._driver.drain(timeout_s)
+        return self._server.drain(timeout_s)
 
     def shutdown(self, timeout_s: float = DEFAULT_SHUTDOWN_S) -> None:
         """Drain for at most ``timeout_s``, then end every thread and free the memory; idempotent.
@@ -245,12 +231,9 @@ class KVTierEngine:
         """
         if self._server.is_forked:
             return  # the memory goes with the process, and whom it would wait for is not there
-        self._server.close()
-        is_first, self._is_shut_down = not self._is_shut_down, True
-        if is_first and self.metrics is not None:
+        if self.metrics is not None:
             self.metrics.close()
-        if is_first and self._driver is not None:
-            self._driver.shutdown(timeout_s)
+        self._server.shutdown(timeout_s)
 
     def __enter__(self) -> Self:
         return self
@@ -261,4 +244,4 @@ class KVTierEngine:
         self.shutdown()
 
     def __repr__(self) -> str:
-        return f"KVTierEngine({self._server!r}, {self._pool!r})"
+        return f"KVTierEngine({self._server!r}, {self._device.pool!r})"

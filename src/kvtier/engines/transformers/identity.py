@@ -13,15 +13,14 @@ import os
 import uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
 from kvtier.config import GroupKind, KVGroup, ModelIdentity, OffloadingConfig, StatePart
 from kvtier.cpu.auto_size import PROCESS_BYTES
-from kvtier.engines.transformers.block_sizes import BlockSizes, choose_block_sizes, page_bytes
-from kvtier.engines.transformers.config import EngineConfig
+from kvtier.engines.transformers.config import BlockSizes, EngineConfig, choose_block_sizes, page_bytes
 from kvtier.engines.transformers.model_adapter import KVShape, ModelAdapter
 from kvtier.engines.transformers.model_checks import make_page
 from kvtier.engines.transformers.model_facts import (
@@ -32,7 +31,7 @@ from kvtier.engines.transformers.model_facts import (
     read_settings,
     read_usual_facts,
 )
-from kvtier.engines.transformers.model_watch import TensorLook
+from kvtier.engines.transformers.model_watch import ModelLook, TensorLook
 from kvtier.engines.transformers.paged_cache import KV_LAYOUT, STATE_LAYOUT
 from kvtier.engines.transformers.request import HASH_ALGORITHM
 from kvtier.errors import ModelError
@@ -255,6 +254,86 @@ class ModelNamer:
                 ", ".join(sorted(names)[:MAX_SHOWN_VALUES]),
             )
             self._said |= names
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChange:
+    """A change of the model that was noticed.
+
+    Attributes:
+        look: what the model was before it was named again.
+        identity: its name; None for weights that nothing names, and without tiers.
+        is_other: whether its blocks are others: False for weights that were moved, or are again what they were.
+        was_reset: whether the blocks of this name were forgotten earlier.
+    """
+
+    look: ModelLook
+    identity: ModelIdentity | None
+    is_other: bool
+    was_reset: bool
+
+
+class ModelFollower:
+    """Notices that the model of one engine has changed, and names it again. Used from one thread.
+
+    Args:
+        namer: names it.
+        look: what the model was when it was named.
+        identity: its name; None without tiers, where it needs none.
+    """
+
+    def __init__(self, namer: ModelNamer, look: ModelLook, identity: ModelIdentity | None) -> None:
+        self._namer = namer
+        self._look = look
+        self._has_tiers = identity is not None
+        self._in_effect = identity
+        self._reset_names: set[ModelIdentity] = set()
+
+    def find_change(self) -> ModelChange | None:
+        """Return what has changed since the last change that was accepted; None when nothing has.
+
+        Effects: switches a model that has changed to evaluation mode.
+        """
+        if not self._look.has_changed():
+            return None
+        # An adapter that came meanwhile may be in training mode, and dropout would change its answers.
+        self._namer.model.train(mode=False)
+        # Taken before anything is read, and kept when all is done: an interrupt between leaves the change to be seen.
+        look = ModelLook(self._namer.model, self._namer.unread)
+        identity = self._name() if self._has_tiers else None
+        is_other = identity is None or identity != self._in_effect
+        return ModelChange(look, identity, is_other, identity in self._reset_names)
+
+    def accept(self, change: ModelChange) -> None:
+        """Take a change for what the model is now."""
+        if change.is_other and self._has_tiers:
+            logger.info("the model has changed: kvtier goes on with blocks of the weights that it has now")
+        self._in_effect, self._look = change.identity, change.look
+
+    def learn(self) -> None:
+        """Take what has changed since the last look for the model's own doing; called where only its passes ran.
+
+        Some models keep a table that grows with the longest sequence. Parameters are never taken for that.
+        """
+        if not self._look.has_changed():
+            return
+        names = self._look.changed_names()
+        if names.isdisjoint(name for name, _ in self._namer.model.named_parameters()):
+            self._namer.unread |= names
+            self._look = ModelLook(self._namer.model, self._namer.unread)
+
+    def on_reset(self) -> bool:
+        """Note that the blocks of the model as it is are forgotten; return whether it has a name."""
+        if self._in_effect is not None:
+            self._reset_names.add(self._in_effect)
+        return self._in_effect is not None
+
+    def _name(self) -> ModelIdentity | None:
+        try:
+            return self._namer.name_probed()
+        except ModelError as error:
+            logger.warning("the model has changed, and its blocks stay in host memory alone: %s", error)
+            return None
 
 
 def summarize(departures: Mapping[str, Words]) -> dict[str, Words]:

@@ -29,7 +29,8 @@ from transformers.cache_utils import (
 )
 
 from kvtier.engines.transformers.rope import read_rope_ranges
-from kvtier.errors import ModelError
+from kvtier.engines.transformers.token_ids import TokenIds, read_token_ids
+from kvtier.errors import ConfigError, ModelError
 
 EMPTY_LAYER_TYPES: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 """Layers of a cache that hold nothing. transformers 5.19 has no such class, 5.23 has (23 November 2026); vLLM's
@@ -190,6 +191,7 @@ class ModelAdapter:
         rope: the ranges of lengths within which keys of one prefix are the same.
         cache_name: the argument of ``model`` and ``model.generate`` with the cache, one of ``CACHE_NAMES``.
         media_token_ids: placeholder tokens of images, sounds and videos.
+        vocabulary_size: token ids are below this.
 
     Raises:
         ModelError: the model has no such cache, or a rope of an unknown type.
@@ -211,7 +213,7 @@ class ModelAdapter:
             )
         self.media_token_ids = _media_token_ids(model)
         self._module: torch.nn.Module = model
-        self._vocabulary_size = _vocabulary_size(model)
+        self.vocabulary_size = _vocabulary_size(model)
         parameters = inspect.signature(model.forward).parameters
         self._last_logits_only = "logits_to_keep" in parameters
         self.cache_name = find_cache_name(model)
@@ -224,14 +226,25 @@ class ModelAdapter:
         return self.model.config.name_or_path or type(self.model).__name__
 
     @property
-    def vocabulary_size(self) -> int:
-        """Token ids are below this."""
-        return self._vocabulary_size
-
-    @property
     def can_generate_with_cache(self) -> bool:
         """Whether ``model.generate`` takes a cache that holds a prefix; models with states alone compute it anew."""
         return bool(self.shape.layers)
+
+    def read_prompt(self, token_ids: TokenIds) -> list[int]:
+        """Return a prompt as a list.
+
+        Raises:
+            ConfigError: it is not one sequence of the model's tokens, or has placeholders of images or sounds.
+        """
+        prompt = read_token_ids(token_ids, self.vocabulary_size)
+        media = next((token_id for token_id in prompt if token_id in self.media_token_ids), None)
+        if media is not None:
+            remedy = (
+                "is a placeholder of an image, a video or a sound, whose content ids do not identify: give a prompt of "
+                "text only, or call model.generate without kvtier"
+            )
+            raise ConfigError("token_ids", media, remedy)
+        return prompt
 
     @torch.no_grad()
     def forward(self, token_ids: Sequence[int], cache: Cache) -> torch.Tensor:

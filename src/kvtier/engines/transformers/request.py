@@ -1,7 +1,7 @@
 """One request: its tokens, its block hashes, its device blocks, and where its prompt came from.
 
-It has the attributes of ``kvtier.connector.protocols.Request``, so the connector reads it as it is; the scheduler
-writes it. A block hash is a SHA-256 chained over the parent's digest, the salt and the token ids. It stands for the
+It has the attributes of ``kvtier.connector.protocols.Request``, so the connector reads it as it is; the engine writes
+it. A block hash is a SHA-256 chained over the parent's digest, the salt and the token ids. It stands for the
 block's tokens and every token before them, so equal digests mean equal keys and values. Only full blocks have one.
 """
 
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from kvtier.connector.common import StopReason
-from kvtier.engines.transformers.block_sizes import BlockSizes
+from kvtier.engines.common.step import CachedRequests, NewRequest, StepOutput
+from kvtier.engines.transformers.config import BlockSizes
 from kvtier.tenants import salt_hash
 
 HASH_ALGORITHM = "sha256"
@@ -148,6 +149,24 @@ class Request:
             return first_token + 1 if first_token else longest
         # A model returns its states at the end of a step only, so the step ends where they are kept.
         return min(end, (first_token // interval + 1) * interval, self.num_tokens)
+
+    def plan_step(self, num_tokens: int, new_block_ids: tuple[list[int], ...] = ()) -> StepOutput:
+        """Return the step that computes ``num_tokens`` tokens after those already computed.
+
+        Args:
+            num_tokens: tokens to compute.
+            new_block_ids: for each KV group the blocks appended to its table since its last step.
+        """
+        scheduled = {self.request_id: num_tokens}
+        if not self.is_known:
+            new = NewRequest(self.request_id, self.get_block_ids(), self.num_computed_tokens)
+            return StepOutput(scheduled_new_reqs=[new], num_scheduled_tokens=scheduled)
+        cached = CachedRequests(
+            req_ids=[self.request_id],
+            new_block_ids=[new_block_ids if any(new_block_ids) else None],
+            num_computed_tokens=[self.num_computed_tokens],
+        )
+        return StepOutput(scheduled_cached_reqs=cached, num_scheduled_tokens=scheduled)
 
     def get_block_ids(self) -> tuple[list[int], ...]:
         """Return the block table of each of its KV groups."""

@@ -7,6 +7,7 @@ from typing import Self
 
 import torch
 
+from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.engines.transformers.request import Request
 from kvtier.errors import EngineStateError
 
@@ -50,6 +51,26 @@ class GenerationResult:
     def num_cached_tokens(self) -> int:
         """Prompt tokens that were not computed."""
         return self.num_prompt_tokens - self.sources.get(COMPUTED, 0)
+
+
+def split_origins(num_loaded_tokens: int, tokens_by_tier: Mapping[str, int]) -> dict[str, int]:
+    """Divide loaded tokens among the tiers that promoted them and host memory. Pure.
+
+    Args:
+        num_loaded_tokens: tokens loaded to the device.
+        tokens_by_tier: planned tokens by source, host memory or the type of a tier; more than were loaded when a block
+            failed.
+
+    Returns:
+        Host memory first.
+    """
+    origins: dict[str, int] = {}
+    num_left = num_loaded_tokens
+    for tier, num_tokens in tokens_by_tier.items():
+        if tier != CPULoadStoreSpec.medium():
+            origins[tier] = min(num_tokens, num_left)
+            num_left -= origins[tier]
+    return {HOST: num_left} | origins
 
 
 def make_result(request: Request) -> GenerationResult:

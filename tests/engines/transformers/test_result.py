@@ -1,6 +1,6 @@
 """Loaded tokens are counted for the tier that promoted them, and for the host otherwise."""
 
-from kvtier.engines.transformers.scheduler import split_origins
+from kvtier.engines.transformers.result import split_origins
 
 
 def test_what_no_tier_promoted_was_in_host_memory() -> None:

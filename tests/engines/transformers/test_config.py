@@ -7,7 +7,7 @@ import torch
 
 from kvtier.config import GroupKind
 from kvtier.engines.transformers import EngineConfig
-from kvtier.engines.transformers.block_sizes import (
+from kvtier.engines.transformers.config import (
     BlockSizes,
     choose_block_sizes,
     describe_waste,
