@@ -286,13 +286,13 @@ class ModelError(KVTierError, ValueError):
 
 
 class SequenceLengthError(KVTierError, ValueError):
-    """A request would exceed the length up to which its model's keys do not depend on the length.
+    """A request would exceed the length up to which its model has positions, or its keys do not depend on the length.
 
     Attributes:
         num_prompt_tokens: length of the prompt.
         num_new_tokens: output tokens whose keys and values would be computed.
         last_tokens: the greatest length of such a sequence.
-        rope_type: the model's type of rotary position embedding.
+        rope_type: the model's type of rotary position embedding; empty when its table of positions ends there.
     """
 
     def __init__(self, num_prompt_tokens: int, num_new_tokens: int, last_tokens: int, rope_type: str) -> None:
@@ -303,12 +303,16 @@ class SequenceLengthError(KVTierError, ValueError):
         # An output's last token is sampled and not computed, so one more fits.
         most = last_tokens - num_prompt_tokens + 1
         remedies = [f"ask for at most {most} new tokens" if most > 0 else "shorten the prompt"]
-        if rope_type != "dynamic":
+        if rope_type and rope_type != "dynamic":
             remedies.append(f"give a prompt of more than {last_tokens} tokens")
-        remedies.append("call model.generate without kvtier")
+        if rope_type:
+            remedies.append("call model.generate without kvtier")
+            reason = f"beyond which the model's {rope_type} rope rotates every key otherwise"
+        else:
+            reason = "for which alone the model has positions"
         super().__init__(
             f"a prompt of {num_prompt_tokens} tokens and {num_new_tokens} computed after it exceed {last_tokens} "
-            f"tokens, beyond which the model's {rope_type} rope rotates every key otherwise: {', or '.join(remedies)}"
+            f"tokens, {reason}: {', or '.join(remedies)}"
         )
 
 

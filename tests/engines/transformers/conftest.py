@@ -34,6 +34,8 @@ def make_llama(seed: int = 0, **settings: object) -> LlamaForCausalLM:
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
         "initializer_range": INITIALIZER_RANGE,
+        "bos_token_id": None,
+        "eos_token_id": None,
     }
     return LlamaForCausalLM(LlamaConfig(**cast("Any", sizes | settings)))
 

@@ -2,11 +2,10 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Self, Unpack
 
-import torch
 from transformers import PreTrainedModel
 
 from kvtier.base import OffloadingSpec
@@ -17,13 +16,13 @@ from kvtier.engines.transformers.config import EngineConfig, choose_block_sizes,
 from kvtier.engines.transformers.connector_halves import ConnectorHalves
 from kvtier.engines.transformers.identity import ModelFollower, ModelNamer, make_offloading_config
 from kvtier.engines.transformers.interrupt import DeferredInterrupt
-from kvtier.engines.transformers.model_adapter import ModelAdapter
+from kvtier.engines.transformers.model_adapter import ModelAdapter, PeftWrapper
 from kvtier.engines.transformers.model_checks import Continuation, require_shareable_prefixes
 from kvtier.engines.transformers.model_watch import ModelLook
 from kvtier.engines.transformers.paged_cache import DeviceCache, PagedKVCache
 from kvtier.engines.transformers.request import make_prompt_hasher
 from kvtier.engines.transformers.result import GenerationResult, TokenStream
-from kvtier.engines.transformers.sampling import SamplingParams
+from kvtier.engines.transformers.sampling import GenerationArguments, ParamsReader
 from kvtier.engines.transformers.serving import RequestServer
 from kvtier.engines.transformers.token_ids import TokenIds
 from kvtier.errors import ModelError
@@ -42,7 +41,8 @@ class KVTierEngine:
     """A model with a tiered KV cache. Used from one thread.
 
     Args:
-        model: any causal language model of transformers, on one device; it is switched to evaluation mode.
+        model: any causal language model of transformers, on one device, or what peft made of one; it is switched to
+            evaluation mode.
         config: sizes, and kvtier's own settings.
         clock: seconds, monotonic.
         pause: waits for that many seconds.
@@ -59,7 +59,7 @@ class KVTierEngine:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | PeftWrapper,
         config: EngineConfig,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -68,7 +68,7 @@ class KVTierEngine:
     ) -> None:
         self.config = config
         adapter = ModelAdapter(model)
-        before = ModelLook(model)
+        before = ModelLook(adapter.model)
         continuation = require_shareable_prefixes(adapter)
         namer = ModelNamer(adapter, config, unread=before.changed_names())
         sizes = choose_block_sizes(config, adapter.shape)
@@ -76,9 +76,10 @@ class KVTierEngine:
             logger.warning("%s: %s", adapter.name, waste)
         pages = PagedKVCache(adapter.shape, config.num_device_blocks, sizes)
         self._device = DeviceCache(DeviceBlockPool(config.num_device_blocks), pages, sizes)
+        self._params_reader = ParamsReader(adapter.name, adapter.vocabulary_size)
         self._can_generate_with_cache = adapter.can_generate_with_cache
         self._halves: ConnectorHalves | None = None
-        look, identity = ModelLook(model, namer.unread), None
+        look, identity = ModelLook(adapter.model, namer.unread), None
         if config.extra_config is not None:
             identity = namer.name_probed()
             hash_prompt = make_prompt_hasher(
@@ -106,61 +107,49 @@ class KVTierEngine:
     def generate(
         self,
         token_ids: TokenIds,
-        max_new_tokens: int,
+        max_new_tokens: int | None = None,
         *,
-        temperature: float = 0.0,
-        seed: int | None = None,
-        eos_token_id: int | Sequence[int] | torch.Tensor | None = None,
         return_logits: bool = False,
         tenant: str | None = None,
+        **arguments: Unpack[GenerationArguments],
     ) -> TokenStream:
         """Return the stream of tokens that follow a prompt; the first ``next`` starts the request.
 
         Args:
             token_ids: the prompt, at least one token: ids, or what a tokenizer returned for one text; a leading
                 dimension of one is fine.
-            max_new_tokens: tokens to generate at most.
-            temperature: zero takes the most likely token.
-            seed: seed of the draws at a temperature; None draws anew each time.
-            eos_token_id: one token or several that end the output and are part of it.
+            max_new_tokens: tokens to generate at most; None takes that of the model's ``generation_config``.
             return_logits: whether the result keeps every token's logits.
             tenant: whose request it is, where the setting ``tenants`` names tenants.
+            arguments: how tokens are chosen and when to stop: ``GenerationArguments``. What is left out comes from the
+                model's ``generation_config``.
 
         Raises:
             ConfigError: an argument cannot work.
+            UnknownNameError: there is no such argument.
             SequenceLengthError: prompt and output cross a length at which the model rotates keys in another way.
             DevicePoolError: prompt and output do not fit the device pool.
         """
-        if isinstance(eos_token_id, torch.Tensor):
-            eos_token_id = eos_token_id.reshape(-1).tolist()
-        several = eos_token_id if isinstance(eos_token_id, Sequence) else [eos_token_id]
-        eos_token_ids = [token_id for token_id in several if token_id is not None]
-        params = SamplingParams(max_new_tokens, temperature, seed, frozenset(eos_token_ids))
+        model = self._server.adapter.model
+        given = {"max_new_tokens": max_new_tokens, **arguments}
+        params = self._params_reader.read(given, model.generation_config)
         # The last token's keys and values are never computed, so it needs no room.
-        request = self._server.make_request(token_ids, max_new_tokens - 1, tenant=tenant)
+        request = self._server.make_request(token_ids, params.max_new_tokens - 1, tenant=tenant)
         request.logits = [] if return_logits else None
         return TokenStream(request, self._server.serve(request, params))
 
     def run(
         self,
         token_ids: TokenIds,
-        max_new_tokens: int,
+        max_new_tokens: int | None = None,
         *,
-        temperature: float = 0.0,
-        seed: int | None = None,
-        eos_token_id: int | Sequence[int] | torch.Tensor | None = None,
         return_logits: bool = False,
         tenant: str | None = None,
+        **arguments: Unpack[GenerationArguments],
     ) -> GenerationResult:
         """Generate every token and return the result; the arguments are those of ``generate``."""
         stream = self.generate(
-            token_ids,
-            max_new_tokens,
-            temperature=temperature,
-            seed=seed,
-            eos_token_id=eos_token_id,
-            return_logits=return_logits,
-            tenant=tenant,
+            token_ids, max_new_tokens, return_logits=return_logits, tenant=tenant, **arguments
         )
         # One signal handler for the whole run: each step defers interrupts around its bookkeeping only.
         with DeferredInterrupt() as deferred, deferred.lifted(), stream:

@@ -21,7 +21,7 @@ import torch
 from kvtier.config import GroupKind, KVGroup, ModelIdentity, OffloadingConfig, StatePart
 from kvtier.cpu.auto_size import PROCESS_BYTES
 from kvtier.engines.transformers.config import BlockSizes, EngineConfig, choose_block_sizes, page_bytes
-from kvtier.engines.transformers.model_adapter import KVShape, ModelAdapter
+from kvtier.engines.transformers.model_adapter import KVShape, ModelAdapter, require_served_adapters
 from kvtier.engines.transformers.model_checks import make_page
 from kvtier.engines.transformers.model_facts import (
     ModelFacts,
@@ -293,9 +293,13 @@ class ModelFollower:
         """Return what has changed since the last change that was accepted; None when nothing has.
 
         Effects: switches a model that has changed to evaluation mode.
+
+        Raises:
+            ModelError: it has an adapter now that cannot be served.
         """
         if not self._look.has_changed():
             return None
+        require_served_adapters(self._namer.model)
         # An adapter that came meanwhile may be in training mode, and dropout would change its answers.
         self._namer.model.train(mode=False)
         # Taken before anything is read, and kept when all is done: an interrupt between leaves the change to be seen.

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
+from typing import Any, Protocol
 
 import torch
 from transformers import GenerationMixin, PreTrainedModel, cache_utils
@@ -28,7 +29,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from kvtier.engines.transformers.rope import read_rope_ranges
+from kvtier.engines.transformers.rope import ModelLength, read_rope_ranges
 from kvtier.engines.transformers.token_ids import TokenIds, read_token_ids
 from kvtier.errors import ConfigError, ModelError
 
@@ -65,6 +66,10 @@ PROBE_LENGTHS = (1, 3)
 
 PROBE_TOKEN_ID = 0
 """The token of the probe; every vocabulary has it, and its embedding does not matter."""
+
+MAX_RELATIVE_DIFFERENCE = 0.01
+"""By which logits of a wrapped model and of its base may differ. Both run the same layers; a smaller limit could take
+the rounding of a kernel whose order of sums varies for an adapter."""
 
 REFUSED_TYPES: Mapping[str, str] = {
     "blt": "cuts the bytes of each pass into patches by themselves",
@@ -183,12 +188,13 @@ class ModelAdapter:
     """A causal language model with a cache of keys and values, ready to be served.
 
     Args:
-        model: any causal language model of transformers, on one device.
+        model: any causal language model of transformers, on one device, or what peft made of one.
 
     Attributes:
-        model: the model, in evaluation mode.
+        model: the model of transformers, in evaluation mode; its layers have the adapters.
         shape: the KV that a token adds to its cache.
         rope: the ranges of lengths within which keys of one prefix are the same.
+        length: the length that it was made for.
         cache_name: the argument of ``model`` and ``model.generate`` with the cache, one of ``CACHE_NAMES``.
         media_token_ids: placeholder tokens of images, sounds and videos.
         vocabulary_size: token ids are below this.
@@ -199,11 +205,13 @@ class ModelAdapter:
     Effects: switches the model to evaluation mode, because dropout would change its answers.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: "PreTrainedModel | PeftWrapper") -> None:
+        model = _unwrap(model)
         _require_causal(model)
         model.train(mode=False)
         self.model = model
         self.rope = read_rope_ranges(model)
+        self.length = ModelLength(model, self.name)
         self.shape = _probe(model)
         if self.shape.states and self.rope.switches:
             raise ModelError(
@@ -267,13 +275,60 @@ class ModelAdapter:
         return last.float().cpu()
 
 
+class PeftWrapper(Protocol):
+    """What peft's models have in common, which are none of transformers."""
+
+    def get_base_model(self) -> PreTrainedModel:
+        """Return the model whose layers have the adapters."""
+
+
+def require_served_adapters(model: object) -> None:
+    """Refuse adapters of peft that do more than their layers do.
+
+    Raises:
+        ModelError: one learned a prompt, or begins at some token of a prompt.
+    """
+    for name, config in (getattr(model, "peft_config", None) or {}).items():
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        if config.is_prompt_learning:
+            raise ModelError(
+                f"the adapter {name!r} ({kind}) learned a prompt, which comes before the tokens and changes every key "
+                "and value: it is not served; pass the model without it, or call its own generate without kvtier"
+            )
+        if getattr(config, "alora_invocation_tokens", None):
+            raise ModelError(
+                f"the adapter {name!r} begins at its alora_invocation_tokens, not in its layers: it is not served; "
+                "pass the model without it, or call its own generate without kvtier"
+            )
+
+
+def _unwrap(model: PreTrainedModel | PeftWrapper) -> PreTrainedModel:
+    """Return the model of transformers in what peft made of it, if both compute the same."""
+    require_served_adapters(model)
+    if isinstance(model, PreTrainedModel) or not isinstance(model, torch.nn.Module):
+        return model  # type: ignore[return-value]  # anything but a model is refused by the caller
+    if not hasattr(model, "get_base_model"):
+        return model  # type: ignore[return-value]  # as above
+    wrapper: Any = model  # Any: peft is not annotated
+    base: PreTrainedModel = wrapper.get_base_model()
+    wrapper.train(mode=False)
+    inputs = torch.full((1, PROBE_LENGTHS[-1]), PROBE_TOKEN_ID, device=base.device)
+    try:
+        with torch.no_grad():
+            wrapped, own = (one(input_ids=inputs).logits.float() for one in (wrapper, base))
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise ModelError(f"{type(model).__name__} cannot run: {error}") from error
+    if not torch.allclose(wrapped, own, rtol=MAX_RELATIVE_DIFFERENCE, atol=MAX_RELATIVE_DIFFERENCE):
+        kinds = sorted({str(getattr(one.peft_type, "value", one)) for one in wrapper.peft_config.values()})
+        raise ModelError(
+            f"{type(model).__name__} with {', '.join(kinds)} computes more than its layers do: it is not served; merge "
+            "the adapter (merge_and_unload), or call its own generate without kvtier"
+        )
+    return base
+
+
 def _require_causal(model: object) -> None:
     if not isinstance(model, PreTrainedModel):
-        if hasattr(model, "get_base_model"):
-            raise ModelError(
-                f"{type(model).__name__} wraps a transformers model: pass its get_base_model(), whose layers have the "
-                "adapters; prompts that an adapter learned (prefix or prompt tuning) are not served"
-            )
         raise ModelError(f"{type(model).__name__} is not a transformers model: pass a causal language model")
     if model.config.is_encoder_decoder:
         raise ModelError(f"{type(model).__name__} has an encoder: only decoder-only models are served")

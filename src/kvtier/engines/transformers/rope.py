@@ -1,4 +1,4 @@
-"""The ranges of sequence lengths within which a model rotates its keys in the same way.
+"""How long a sequence may be: ranges of lengths within which a model rotates its keys alike, and the last position.
 
 With most kinds of rotary positions a key depends on its token and position only. Two kinds differ. LongRoPE (Phi-3 with
 128k) uses one set of factors up to the original length and another for longer sequences. Keys of the two ranges differ,
@@ -7,8 +7,14 @@ keeps the largest that it has met, so there no two prompts share keys.
 
 The kind is read from the model's rotary modules, which do the computation. For a model without such modules of
 transformers (code that came with a checkpoint) it is read from the configuration.
+
+A model with a table of positions, learned (GPT-2) or computed at its start (GPT-J, CTRL), cannot go beyond it: the
+index fails, on a GPU together with the whole process. Any other model answers beyond the length that it was made for,
+and often badly.
 """
 
+import logging
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +23,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvtier.errors import ModelError, SequenceLengthError
+
+logger = logging.getLogger(__name__)
 
 FIXED_TYPES = frozenset(
     {"default", "linear", "yarn", "llama3", "proportional", "axial", "mrope", "ntk_alpha"}
@@ -28,6 +36,17 @@ SWITCHING_TYPES = frozenset({"longrope", "su"})
 
 GROWING_TYPE = "dynamic"
 """The type whose base grows with the sequence."""
+
+POSITION_TABLE = re.compile(r"(.+\.)?(wpe|\w*pos\w*_(emb|enc)\w*|emb\w*_pos\w*)")
+"""Names of modules and tensors with a row for each position. Tried with every decoder of transformers 5.24 (November
+2026): all that fail beyond their length have such a table, but for MPT."""
+
+MAX_UNUSED_POSITIONS = 2
+"""Rows of such a table beyond the model's length: those before the first position, in OPT and its kin. A table of a
+model's other parts (frames of a sound) has other sizes."""
+
+MODELS_OF_FIXED_LENGTH = {"mpt": "max_seq_len"}
+"""Models that make a bias of a fixed size instead, with the setting of its size."""
 
 CONFIG_NAMES = ("rope_parameters", "rope_scaling")
 """Names of a configuration's rope settings, in current releases and in code for older ones."""
@@ -94,6 +113,68 @@ class RopeRanges:
         last = next((end for end in ends if end >= num_prompt_tokens), None)
         rope_type = GROWING_TYPE if last is not None and last == self.limit else "longrope"
         return LengthRange(above, last, f"{above} to {last}", rope_type)
+
+
+class ModelLength:
+    """The length that a model was made for, and the last at which it has a position.
+
+    Args:
+        model: the model.
+        name: what to call it.
+
+    Attributes:
+        made_for_tokens: ``max_position_embeddings``; None where the configuration says nothing.
+        last_tokens: the length at which its table of positions ends; None without such a table.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str) -> None:
+        config = model.config.get_text_config(decoder=True)
+        length = getattr(config, "max_position_embeddings", None)
+        self.made_for_tokens = length if isinstance(length, int) else None
+        self.last_tokens = _read_table_length(model, self.made_for_tokens)
+        fixed = MODELS_OF_FIXED_LENGTH.get(config.model_type)
+        if fixed is not None:
+            self.last_tokens = getattr(config, fixed, None)
+        self._name = name
+        self._has_warned = False
+
+    def require(self, num_prompt_tokens: int, num_new_tokens: int) -> None:
+        """Refuse a request that needs more positions than there are; warn of the first one longer than meant.
+
+        Args:
+            num_prompt_tokens: length of its prompt.
+            num_new_tokens: output tokens that will be computed.
+
+        Raises:
+            SequenceLengthError: the request is too long.
+        """
+        num_tokens = num_prompt_tokens + num_new_tokens
+        if self.last_tokens is not None and num_tokens > self.last_tokens:
+            raise SequenceLengthError(num_prompt_tokens, num_new_tokens, self.last_tokens, "")
+        if self.made_for_tokens is not None and num_tokens > self.made_for_tokens and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "a prompt of %d tokens and %d computed after it exceed max_position_embeddings=%d of %s: beyond the length "
+                "that a model was made for answers are often bad; shorten the prompt, or ask for fewer new tokens",
+                *(num_prompt_tokens, num_new_tokens, self.made_for_tokens, self._name),
+            )
+
+
+def _read_table_length(model: PreTrainedModel, length: int | None) -> int | None:
+    """Return for how many tokens the model's tables of positions have a row; None without such a table."""
+    if length is None:
+        return None
+    ends: list[int] = []
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding) and POSITION_TABLE.fullmatch(name):
+            num_rows, padding = module.num_embeddings, module.padding_idx
+            if 0 <= num_rows - length <= MAX_UNUSED_POSITIONS:
+                # RoBERTa and its kin begin to count behind the row for padding.
+                ends.append(length if padding is None else num_rows - padding - 1)
+    for name, tensor in model.named_buffers():
+        if POSITION_TABLE.fullmatch(name) and tensor.dim() > 1 and len(tensor) == length:
+            ends.append(length)
+    return min(ends, default=None)
 
 
 def read_rope_ranges(model: PreTrainedModel) -> RopeRanges:

@@ -136,7 +136,7 @@ class RequestServer:
 
         Raises:
             ConfigError: the prompt is not one sequence of the model's tokens.
-            SequenceLengthError: prompt and output are in different ranges, or in none.
+            SequenceLengthError: prompt and output are in different ranges, or in none, or beyond the last position.
             DevicePoolError: the request needs more blocks than the pool has.
         """
         if length_range is None:
@@ -146,6 +146,7 @@ class RequestServer:
             # Media tokens that the model itself has generated are ordinary tokens; only a prompt must not contain them.
             prompt = read_token_ids(token_ids, self.adapter.vocabulary_size)
         length_range.require(len(prompt), num_new_tokens)
+        self.adapter.length.require(len(prompt), num_new_tokens)
         request_id = f"request-{next(self._request_numbers)}"
         if tenant is not None:
             kv_transfer_params = {**(kv_transfer_params or {}), TENANT: tenant}
