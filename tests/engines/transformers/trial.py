@@ -185,7 +185,7 @@ def _compare(
     equal: dict[str, bool] = {}
 
     def answer(engine: KVTierEngine, origin: str) -> None:
-        result = engine.run(prompt, NUM_NEW_TOKENS)
+        result = engine.run(prompt, NUM_NEW_TOKENS, do_sample=False, eos_token_id=[])
         found[origin] = result.sources.get(origin, 0)
         equal[origin] = result.tokens == expected
 

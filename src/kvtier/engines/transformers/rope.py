@@ -154,8 +154,8 @@ class ModelLength:
         if self.made_for_tokens is not None and num_tokens > self.made_for_tokens and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "a prompt of %d tokens and %d computed after it exceed max_position_embeddings=%d of %s: beyond the length "
-                "that a model was made for answers are often bad; shorten the prompt, or ask for fewer new tokens",
+                "a prompt of %d tokens and %d computed after it exceed max_position_embeddings=%d of %s: beyond the "
+                "length that a model was made for answers are often bad; shorten the prompt, or ask for fewer tokens",
                 *(num_prompt_tokens, num_new_tokens, self.made_for_tokens, self._name),
             )
 
