@@ -190,12 +190,12 @@ def test_an_engine_serves_its_numbers_and_those_of_its_tiers(tmp_path: Path) -> 
 def test_an_idle_engine_shows_what_its_tiers_have_written_after_the_last_step(tmp_path: Path) -> None:
     with running_engine(tmp_path, metrics_port=0, cpu_bytes_to_use=64 * ROW_BYTES) as engine:
         engine.run(prompt_of(0), 1)
-        driver = engine._driver
+        driver = engine._halves
         assert driver is not None
         assert engine.metrics is not None
         # Steps until the blocks are in host memory, and in no tier for all that the scheduler knows.
         while engine.stats()["connector.open_jobs"]:
-            driver.step(StepOutput())
+            engine._server._step(StepOutput())
         # Only the tiers' threads work now: nothing steps or polls.
         tiers = [tier.tier for tier in cast("TieringOffloadingManager", driver.manager)._tiers]
         assert all(tier.drain(WAIT_S) for tier in tiers)

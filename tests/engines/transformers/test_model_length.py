@@ -1,4 +1,4 @@
-"""A request beyond a model's last position is refused before anything is computed; beyond its length it is warned of."""
+"""Beyond its last position a model's request is refused before anything is computed, beyond its length warned of."""
 
 import logging
 from collections.abc import Callable

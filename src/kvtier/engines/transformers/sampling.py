@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, TypedDict
 
 import torch
@@ -107,22 +107,21 @@ class SamplingParams:
     top_k: int = 0
 
     def __post_init__(self) -> None:
-        if not is_whole(self.max_new_tokens) or self.max_new_tokens < 1:
+        if not _is_whole(self.max_new_tokens, 1):
             raise ConfigError("max_new_tokens", self.max_new_tokens, "must be a whole number of at least one")
-        if not (
-            _is_number(self.temperature)
-            and (self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < inf)
+        if not _is_number(self.temperature) or not (
+            self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < inf
         ):
             remedy = f"must be a number of at least {MIN_TEMPERATURE}, or zero for the most likely token"
             raise ConfigError("temperature", self.temperature, remedy)
-        if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
             remedy = "must be a number above 0 and at most 1; for the most likely token give do_sample=False"
             raise ConfigError("top_p", self.top_p, remedy)
-        if not is_whole(self.top_k) or self.top_k < 0:
+        if not _is_whole(self.top_k, 0):
             raise ConfigError(
                 "top_k", self.top_k, "must be a whole number of at least one, or zero for all tokens"
             )
-        if self.seed is not None and not (is_whole(self.seed) and 0 <= self.seed < 2**64):
+        if self.seed is not None and not _is_whole(self.seed, 0, 2**64):
             raise ConfigError("seed", self.seed, "must be a whole number from 0, below 2**64")
 
     def is_last(self, token_id: int, num_tokens: int) -> bool:
@@ -182,7 +181,7 @@ class ParamsReader:
             return frozenset(_list_ids(applied.get("eos_token_id", ())))
         token_ids = _list_ids(given["eos_token_id"])
         for token_id in token_ids:
-            if not is_whole(token_id) or not 0 <= token_id < self._vocabulary_size:
+            if not _is_whole(token_id, 0, self._vocabulary_size):
                 remedy = f"must be one or several whole numbers from 0, below {self._vocabulary_size}, the vocabulary"
                 raise ConfigError("eos_token_id", token_id, remedy)
         return frozenset(map(int, token_ids))
@@ -284,3 +283,7 @@ def _list_ids(token_ids: EndTokens) -> list[Any]:  # Any: checked by the caller
 
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_whole(value: object, first: int, end: float = inf) -> bool:
+    return isinstance(value, Integral) and is_whole(value) and first <= int(value) < end

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from kvtier.config import ModelIdentity, parse_settings
+from kvtier.config import parse_settings
 from kvtier.connector.common import OffloadingConnectorMetadata, StopReason
 from kvtier.engines.common.step import StepOutput, WorkerOutput, begin_step, end_step
 from kvtier.engines.transformers.config import EngineConfig
