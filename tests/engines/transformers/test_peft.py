@@ -186,8 +186,12 @@ def test_adapters_of_other_kinds_whose_layers_do_everything_are_served(
             ),
             "begins at its alora_invocation_tokens",
         ),
+        (
+            peft.PolyConfig(r=4, n_tasks=2, n_skills=2, n_splits=1, target_modules=["q_proj"]),
+            r"'default' \(POLY\) wants the number of a task",
+        ),
     ],
-    ids=["prefix tuning", "prompt tuning", "activated LoRA"],
+    ids=["prefix tuning", "prompt tuning", "activated LoRA", "Poly"],
 )
 def test_what_an_adapter_s_layers_do_not_compute_is_refused_by_name(
     settings: Settings,
@@ -200,11 +204,21 @@ def test_what_an_adapter_s_layers_do_not_compute_is_refused_by_name(
         make_engine(wrapped)
 
 
+def test_a_mixture_of_adapters_that_reads_the_whole_prompt_is_refused(
+    llama: LlamaForCausalLM, make_engine: MakeEngine
+) -> None:
+    model: Wrapped = copy.deepcopy(llama)
+    model.config.use_cache = False
+    model.peft_config = {"mixture": peft.XLoraConfig(hidden_size=48, adapters={})}
+    with pytest.raises(ModelError, match=r"'mixture' \(XLORA\) weighs its adapters by all tokens"):
+        make_engine(model)
+
+
 def test_a_wrapper_that_computes_something_else_than_its_layers_is_refused(
     wrapped: Wrapped, make_engine: MakeEngine
 ) -> None:
     class Scaling(torch.nn.Module):
-        """Stands for a wrapper with a pass of its own, as X-LoRA has."""
+        """Stands for a wrapper with a pass of its own."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -135,9 +135,9 @@ SAMPLED = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20}
         ({"temperature": 0.5, "seed": 3}, NOTHING, SamplingParams(4, 0.5, 3)),
         ({"top_p": 0.5}, NOTHING, SamplingParams(4, 1.0, top_p=0.5)),
         (NOTHING, SAMPLED, SamplingParams(4, 0.6, top_p=0.9, top_k=20)),
-        (NOTHING, {**SAMPLED, "do_sample": False}, SamplingParams(4, 0.0, top_p=0.9, top_k=20)),
-        ({"do_sample": False}, SAMPLED, SamplingParams(4, 0.0, top_p=0.9, top_k=20)),
-        ({"temperature": 0.0}, SAMPLED, SamplingParams(4, 0.0, top_p=0.9, top_k=20)),
+        (NOTHING, {**SAMPLED, "do_sample": False, "top_p": 0.0}, GREEDY),
+        ({"do_sample": False}, SAMPLED, GREEDY),
+        ({"temperature": 0.0}, SAMPLED, GREEDY),
         ({"temperature": 0.2, "top_p": 1.0, "top_k": 0}, SAMPLED, SamplingParams(4, 0.2)),
         ({"temperature": None, "top_p": None}, SAMPLED, SamplingParams(4, 0.6, top_p=0.9, top_k=20)),
         ({"do_sample": True}, {"temperature": 0.0}, SamplingParams(4, 1.0)),
@@ -183,6 +183,12 @@ def test_an_argument_that_cannot_work_is_refused_with_what_would(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         read({"max_new_tokens": 4, **arguments})
+
+
+def test_a_value_of_the_model_s_files_that_cannot_work_is_refused_by_the_name_of_its_field() -> None:
+    with pytest.raises(ConfigError, match=r"generation_config\.top_k=-1: .*give top_k in the call"):
+        read({"max_new_tokens": 4}, do_sample=True, top_k=-1)
+    assert read({"max_new_tokens": 4, "top_k": 5}, do_sample=True, top_k=-1).top_k == 5
 
 
 @pytest.mark.parametrize(

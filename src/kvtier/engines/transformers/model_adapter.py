@@ -67,6 +67,12 @@ PROBE_LENGTHS = (1, 3)
 PROBE_TOKEN_ID = 0
 """The token of the probe; every vocabulary has it, and its embedding does not matter."""
 
+REFUSED_ADAPTERS: Mapping[str, str] = {
+    "XLORA": "weighs its adapters by all tokens of a pass, so keys of a prefix depend on what follows it",
+    "POLY": "wants the number of a task with each prompt",
+}
+"""Kinds of adapters of peft that cannot be served, with the reason; learned prompts are recognised by themselves."""
+
 MAX_RELATIVE_DIFFERENCE = 0.01
 """By which logits of a wrapped model and of its base may differ. Both run the same layers; a smaller limit could take
 the rounding of a kernel whose order of sums varies for an adapter."""
@@ -286,19 +292,19 @@ def require_served_adapters(model: object) -> None:
     """Refuse adapters of peft that do more than their layers do.
 
     Raises:
-        ModelError: one learned a prompt, or begins at some token of a prompt.
+        ModelError: one learned a prompt, begins at some token of a prompt, or is of a kind that wants more than a prompt.
     """
     for name, config in (getattr(model, "peft_config", None) or {}).items():
-        kind = getattr(config.peft_type, "value", config.peft_type)
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        reason = REFUSED_ADAPTERS.get(kind, "")
         if config.is_prompt_learning:
+            reason = "learned a prompt, which comes before the tokens and changes every key and value"
+        elif getattr(config, "alora_invocation_tokens", None):
+            reason = "begins at its alora_invocation_tokens, which its layers do not see"
+        if reason:
             raise ModelError(
-                f"the adapter {name!r} ({kind}) learned a prompt, which comes before the tokens and changes every key "
-                "and value: it is not served; pass the model without it, or call its own generate without kvtier"
-            )
-        if getattr(config, "alora_invocation_tokens", None):
-            raise ModelError(
-                f"the adapter {name!r} begins at its alora_invocation_tokens, not in its layers: it is not served; "
-                "pass the model without it, or call its own generate without kvtier"
+                f"the adapter {name!r} ({kind}) {reason}: it is not served; pass the model without it, or call its own "
+                "generate without kvtier"
             )
 
 
@@ -313,17 +319,18 @@ def _unwrap(model: PreTrainedModel | PeftWrapper) -> PreTrainedModel:
     base: PreTrainedModel = wrapper.get_base_model()
     wrapper.train(mode=False)
     inputs = torch.full((1, PROBE_LENGTHS[-1]), PROBE_TOKEN_ID, device=base.device)
+    kinds = ", ".join(
+        sorted({str(getattr(one.peft_type, "value", one)) for one in wrapper.peft_config.values()})
+    )
+    remedy = "it is not served; merge the adapter (merge_and_unload), or call its own generate without kvtier"
     try:
         with torch.no_grad():
             wrapped, own = (one(input_ids=inputs).logits.float() for one in (wrapper, base))
     except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        raise ModelError(f"{type(model).__name__} cannot run: {error}") from error
+        message = f"{type(model).__name__} with {kinds} cannot run with a prompt alone ({error}): {remedy}"
+        raise ModelError(message) from error
     if not torch.allclose(wrapped, own, rtol=MAX_RELATIVE_DIFFERENCE, atol=MAX_RELATIVE_DIFFERENCE):
-        kinds = sorted({str(getattr(one.peft_type, "value", one)) for one in wrapper.peft_config.values()})
-        raise ModelError(
-            f"{type(model).__name__} with {', '.join(kinds)} computes more than its layers do: it is not served; merge "
-            "the adapter (merge_and_unload), or call its own generate without kvtier"
-        )
+        raise ModelError(f"{type(model).__name__} with {kinds} computes more than its layers do: {remedy}")
     return base
 
 

@@ -164,14 +164,21 @@ class ParamsReader:
         applied: dict[str, Any] = {
             name: value for name in APPLIED if (value := getattr(defaults, name, None)) is not None
         }
-        return SamplingParams(
-            max_new_tokens=_choose_length(given, applied),
-            temperature=_choose_temperature(given, applied),
-            seed=given.get("seed"),
-            eos_token_ids=self._choose_end(given, applied),
-            top_p=given.get("top_p", applied.get("top_p", 1.0)),
-            top_k=given.get("top_k", applied.get("top_k", 0)),
-        )
+        temperature = _choose_temperature(given, applied)
+        filters: dict[str, Any] = {"top_p": 1.0, "top_k": 0}  # Any: as above
+        if temperature != 0:  # what no draw uses may be anything in a file
+            filters |= {name: applied[name] for name in filters if name in applied}
+        filters |= {name: given[name] for name in filters if name in given}
+        end = self._choose_end(given, applied)
+        try:
+            return SamplingParams(
+                _choose_length(given, applied), temperature, given.get("seed"), end, **filters
+            )
+        except ConfigError as error:
+            if error.setting in given or error.setting not in applied:
+                raise
+            remedy = f"{error.remedy}; correct it, or give {error.setting} in the call"
+            raise ConfigError(f"generation_config.{error.setting}", error.value, remedy) from None
 
     def _choose_end(
         self, given: Mapping[str, Any], applied: Mapping[str, Any]
