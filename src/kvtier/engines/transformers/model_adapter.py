@@ -292,7 +292,7 @@ def require_served_adapters(model: object) -> None:
     """Refuse adapters of peft that do more than their layers do.
 
     Raises:
-        ModelError: one learned a prompt, begins at some token of a prompt, or is of a kind that wants more than a prompt.
+        ModelError: one learned a prompt, begins at some token of it, or is of a kind that wants more than a prompt.
     """
     for name, config in (getattr(model, "peft_config", None) or {}).items():
         kind = str(getattr(config.peft_type, "value", config.peft_type))
