@@ -57,6 +57,7 @@ def test_of_a_wholly_known_prompt_one_token_is_computed(
     expected = plain(llama, whole, NUM_NEW_TOKENS)
     engine = make_engine(llama)
     engine.run(whole, 1)
+    engine.run(prompt[1:20], 1)  # leaves other logits behind
     result = engine.run(whole, NUM_NEW_TOKENS, return_logits=True)
     assert result.sources == {"device": 71, "computed": 1}
     assert_same(result, expected)

@@ -239,10 +239,10 @@ class DeviceCache:
 
     def keep_full_blocks(self, request: Request, sequence: SequenceCache, num_tokens: int) -> None:
         """Write what became full with ``num_tokens`` computed tokens of ``sequence`` into the pool, and publish it."""
-        if self.sizes.has_keys:
-            first, last = request.num_filled_blocks, num_tokens // request.block_size_tokens
+        first, last = request.num_filled_blocks, num_tokens // request.block_size_tokens
+        if first < last and self.sizes.has_keys:
             self.pages.scatter(sequence, first, request.block_ids[first:last])
-            self._publish(request, max(first, last))
+            self._publish(request, last)
         interval = self.sizes.state_interval_tokens
         if interval is not None and num_tokens % interval == 0:
             self.pages.write_states(sequence, request.state_block_ids[-1])
