@@ -19,6 +19,7 @@ def make_model(num_layers: int = 8, hidden_size: int = 512, num_kv_heads: int = 
         num_attention_heads=16,
         num_key_value_heads=num_kv_heads,
         max_position_embeddings=MAX_TOKENS,
+        eos_token_id=None,  # every answer has its full length
     )
     return LlamaForCausalLM(config)
 
