@@ -19,7 +19,9 @@ SET_UP = SetUp(None, 8, 2**20, "fs", {"root_dir": "/some/where"})
 class CountingEngine:
     """Answers each prompt with its length."""
 
-    def run(self, token_ids: Sequence[int], max_new_tokens: int) -> GenerationResult:
+    def run(
+        self, token_ids: Sequence[int], max_new_tokens: int, *, do_sample: bool, eos_token_id: list[int]
+    ) -> GenerationResult:
         """Answer."""
         num_tokens = len(token_ids)
         return GenerationResult("r", num_tokens, [num_tokens], {"computed": num_tokens}, 0.5, 1.0)

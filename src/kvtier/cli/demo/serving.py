@@ -63,7 +63,9 @@ class SetUp:
 class Engine(Protocol):
     """The part of ``KVTierEngine`` that serves a turn."""
 
-    def run(self, token_ids: Sequence[int], max_new_tokens: int) -> GenerationResult:
+    def run(
+        self, token_ids: Sequence[int], max_new_tokens: int, *, do_sample: bool, eos_token_id: list[int]
+    ) -> GenerationResult:
         """Generate every token and return the result."""
 
 
@@ -119,13 +121,14 @@ def serve_turns(
         turns: in the order in which they are served.
         on_served: called after each.
     """
-    engine.run(WARM_UP_TOKENS, 1)
+    engine.run(WARM_UP_TOKENS, 1, do_sample=False, eos_token_id=[])
     histories: dict[int, list[int]] = defaultdict(list)
     served = []
     for turn in turns:
         history = histories[turn.conversation]
         history.extend(turn.token_ids)
-        result = engine.run(history, NUM_ANSWER_TOKENS)
+        # Whatever the model's generation_config says: answers of the same length, which can be compared.
+        result = engine.run(history, NUM_ANSWER_TOKENS, do_sample=False, eos_token_id=[])
         answer, sources = tuple(result.tokens), dict(result.sources)
         served.append(ServedTurn(turn, tuple(history), answer, sources, result.time_to_first_token_s))
         history.extend(answer)
