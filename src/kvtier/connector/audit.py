@@ -18,7 +18,8 @@ saves. A request that is drawn does not wait for a tier, so it takes as long as 
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from kvtier.base import (
     BlockIDsLoadStoreSpec,
@@ -30,17 +31,25 @@ from kvtier.base import (
     TransferSpec,
 )
 from kvtier.config import Settings
-from kvtier.connector.common import OffloadingWorkerMetadata, TransferJob
-from kvtier.connector.control_arm import ControlArm
+from kvtier.connector.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+    StopReason,
+    TransferJob,
+)
+from kvtier.connector.control_arm import Arm, AuditState, ControlArm
+from kvtier.connector.features import UNDECIDED, RequestFeature, Withheld
 from kvtier.connector.groups import make_group_layouts
 from kvtier.connector.jobs import JobKind, OpenTransfer, TransferJobs
-from kvtier.connector.planning import find_computed, iterate_load_keys
+from kvtier.connector.planning import PinnedBlock, count_tokens_by_tier, find_computed, iterate_load_keys
 from kvtier.connector.prefix_search import split_by_need
-from kvtier.connector.request_records import RequestRecords, count_tokens_by_tier
-from kvtier.connector.request_state import NOTHING_UNWANTED, Arm, AuditState, PinnedBlock, RequestState
+from kvtier.connector.protocols import SchedulerOutput
+from kvtier.connector.request_records import RequestRecords
+from kvtier.connector.request_state import RequestState
+from kvtier.connector.search import PrefixSearch
 from kvtier.cpu.common import AuditLoadStoreSpec, CPULoadStoreSpec
 from kvtier.errors import BlockNotReadyError
-from kvtier.misses import HOST_ORIGIN
+from kvtier.misses import HOST_ORIGIN, Miss, MissCause
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +65,11 @@ MAX_LOGGED_BLOCKS = 20
 
 MAX_DEVIATION = 1.0
 """The largest deviation that batching can explain (``kvtier.cpu.compare``)."""
+
+AUDITED = Withheld(Miss(MissCause.AUDITED))
+LOADS_STOPPED = Withheld(
+    Miss(MissCause.AUDITED, "", MappingProxyType({"reason": "loads stopped"})), is_unsearched=True
+)
 
 REMEDY = (
     "Find out what wrote them (log lines of the tiers, kvtier verify PLACE, weights that changed under an old name), "
@@ -104,7 +118,7 @@ class FirstHits:
             self._drawn = None
 
 
-class Audit:
+class Audit(RequestFeature):
     """The audit of one scheduler half. Used from its thread; any thread may call ``stats``.
 
     Args:
@@ -114,7 +128,7 @@ class Audit:
         jobs: the open jobs.
         records: gets each drawn request's record when its search is final.
         clock: seconds, monotonic.
-        find_end: searches for a request from a token on; None while it would have to wait.
+        search: searches for requests.
 
     Attributes:
         arms: what loading saves.
@@ -130,7 +144,7 @@ class Audit:
         jobs: TransferJobs,
         records: RequestRecords,
         clock: Callable[[], float],
-        find_end: Callable[[RequestState, int], int | None],
+        search: PrefixSearch,
     ) -> None:
         settings: Settings = spec.config.settings
         self._ratio = settings.audit_ratio
@@ -146,7 +160,8 @@ class Audit:
         self._jobs = jobs
         self._records = records
         self._clock = clock
-        self._find_end = find_end
+        self._prefix_search = search
+        self._states: dict[RequestState, AuditState] = {}
         self.condemned: set[OffloadKey] = set()
         self.is_stopped = False
         self._num_wrong_since_resumed = 0
@@ -159,34 +174,25 @@ class Audit:
         )
         self._largest_deviation = 0.0
 
-    def find_end(self, state: RequestState, first_token: int) -> int | None:
-        """Return up to which token to load a request; None when it has to wait.
-
-        Args:
-            state: the request.
-            first_token: leading tokens that the device has, which is the answer for a request that is computed.
-        """
-        if self.takes(state):
-            return first_token
-        end_token = self._find_end(state, first_token)
-        if not self.condemned or end_token is None:
-            return end_token
-        wanted = iterate_load_keys(self._layouts, state.keys, first_token, end_token)
-        return end_token if self.condemned.isdisjoint(wanted) else first_token
-
-    def takes(self, state: RequestState) -> bool:
+    def withholds(self, state: RequestState) -> bool:
         """Return whether the request computes its hit instead of loading it; its first search decides."""
-        audit = state.audit
+        audit = self._states.get(state)
         if audit is None:
             is_drawn = self._rng.random() < self._ratio
             is_drawn = not self.is_stopped and (is_drawn or self._first_hits.draws(state))
-            audit = state.audit = AuditState(Arm.AUDITED if is_drawn else Arm.LOADED)
+            audit = self._states[state] = AuditState(Arm.AUDITED if is_drawn else Arm.LOADED)
             if is_drawn:
                 self._searching[state.context.req_id] = state
-                self._search(state)
+                self._search(state, audit)
         if self.is_stopped and audit.arm is not Arm.AUDITED:
             audit.arm = Arm.STOPPED
         return audit.is_computed
+
+    def shorten(self, state: RequestState, first_token: int, end_token: int) -> int:
+        if not self.condemned:
+            return end_token
+        wanted = iterate_load_keys(self._layouts, state.keys, first_token, end_token)
+        return end_token if self.condemned.isdisjoint(wanted) else first_token
 
     def skips(self, state: RequestState, tokens_by_tier: Mapping[str, int]) -> bool:
         """Return whether the request computes its hit because such hits turned out slower to load.
@@ -195,7 +201,8 @@ class Audit:
             state: the request.
             tokens_by_tier: its hit, by medium or type of the tier.
         """
-        audit, tier, num_tokens = state.audit, tier_of(tokens_by_tier), sum(tokens_by_tier.values())
+        audit = self._states.get(state)
+        tier, num_tokens = tier_of(tokens_by_tier), sum(tokens_by_tier.values())
         if audit is None or audit.arm is Arm.AUDITED or audit.is_forced:
             return False
         # One draw for each request: it is searched again as long as it waits for the engine.
@@ -207,78 +214,76 @@ class Audit:
         audit.arm, audit.tier, audit.num_tokens = Arm.SKIPPED, tier, num_tokens
         return True
 
-    def on_begun(self, state: RequestState, num_external_tokens: int) -> None:
-        """Record that the engine has begun a request; its load, if any, is planned by now."""
-        audit = state.audit
+    def on_pinned(self, state: RequestState, num_loaded_tokens: int) -> None:
+        audit = self._states.get(state)
         if audit is None or audit.is_begun:
             return
         audit.is_begun = True
-        if num_external_tokens:
+        if num_loaded_tokens:
             audit.arm, audit.tier = Arm.LOADED, tier_of(state.load.tokens_by_tier)
-            audit.num_tokens = num_external_tokens
+            audit.num_tokens = num_loaded_tokens
             self._first_hits.on_hit(state)
         if audit.num_tokens or audit.is_open:
             audit.is_watched = True
             self._watched[state.context.req_id] = state
 
-    def on_step(self, num_scheduled_tokens: Mapping[str, int]) -> dict[TransferJobId, TransferJob]:
-        """Continue searches, take times, and return the comparisons of blocks that this step completes.
-
-        Call it before stores are planned, which consume what the engine says of recurrent states.
-
-        Args:
-            num_scheduled_tokens: tokens that the step computes, by request.
-        """
+    def plan_step(self, output: SchedulerOutput, plan: OffloadingConnectorMetadata) -> None:
+        # Before stores are planned, which consume what the engine says of recurrent states.
         for state in list(self._searching.values()):
-            self._search(state)
+            self._search(state, self._states[state])
         if self._watched:
             now_s = self._clock()
             for state in list(self._watched.values()):
-                self._take_time(state, now_s)
+                self._take_time(state, self._states[state], now_s)
         if self.condemned:
             self._drop(())
-        jobs: dict[TransferJobId, TransferJob] = {}
         for req_id, state in list(self._comparing.items()):
-            self._compare(state, num_scheduled_tokens.get(req_id, 0), jobs)
-        return jobs
+            self._compare(state, output.num_scheduled_tokens.get(req_id, 0), plan.store_jobs)
 
-    def on_reports(self, report: OffloadingWorkerMetadata, ended: Iterable[OpenTransfer]) -> None:
-        """Take what workers have found; a block is as far off as the worst of its parts.
+    def on_stored(self, state: RequestState, keys: Collection[OffloadKey]) -> None:
+        audit = self._states.get(state)
+        if audit is not None and audit.is_open:
+            audit.stored.update(keys)
 
-        Args:
-            report: of all workers.
-            ended: the jobs that have ended with it.
-        """
-        for job_id, deviations in report.audits:
+    def on_report(self, report: OffloadingWorkerMetadata | None, ended_jobs: Sequence[OpenTransfer]) -> None:
+        # A block is as far off as the worst of its parts.
+        for job_id, deviations in () if report is None else report.audits:
             known = self._deviations.setdefault(job_id, [0.0] * len(deviations))
             self._deviations[job_id] = [max(pair) for pair in zip(known, deviations, strict=True)]
-        for job in ended:
+        for job in ended_jobs:
             if job.kind is JobKind.AUDIT:
                 self._on_compared(job)
 
-    def on_finished(self, state: RequestState) -> None:
-        """Record the end of a request, before the manager's own ``request_finished``."""
-        audit, req_id = state.audit, state.context.req_id
+    def on_finished(self, state: RequestState, stop: StopReason, is_traffic: bool) -> None:
+        audit, req_id = self._states.get(state), state.context.req_id
         if audit is None:
             return
         if audit.is_watched:
-            self._take_time(state, self._clock())
+            self._take_time(state, audit, self._clock())
             self._watched.pop(req_id, None)
         if self._searching.pop(req_id, None) is not None:
             self._first_hits.on_hit(state)
             if audit.is_begun:
-                self._settle(state)
-        self._unpin(state)
+                self._settle(state, audit)
+        self._unpin(state, audit)
+        del self._states[state]
 
     def on_reset(self) -> None:
-        """Unpin every block and end every search, before the manager forgets its blocks."""
         for state in list(self._comparing.values()):
-            self._unpin(state)
+            self._unpin(state, self._states[state])
         for state in list(self._searching.values()):
             self._first_hits.on_hit(state)
-            self._settle(state)
+            self._settle(state, self._states[state])
         self._searching.clear()
         self.condemned.clear()
+
+    def why_computed(self, state: RequestState) -> Withheld | None:
+        audit = self._states.get(state)
+        if audit is None or not audit.is_computed:
+            return None
+        if audit.arm is Arm.STOPPED:
+            return LOADS_STOPPED
+        return AUDITED if audit.is_searched else UNDECIDED
 
     def resume(self) -> bool:
         """Load hits again; return whether loading was stopped."""
@@ -289,22 +294,20 @@ class Audit:
         return was_stopped
 
     def stats(self) -> dict[str, float]:
-        """Return counts and what loading saves, by dotted name. Thread: any."""
         counts = {f"audit.{name}": float(count) for name, count in self._counts.items()}
         counts["audit.largest_deviation"] = min(self._largest_deviation, 1e9)
         counts["audit.loads_stopped"] = float(self.is_stopped)
         return counts | self.arms.stats()
 
-    def _search(self, state: RequestState) -> None:
+    def _search(self, state: RequestState, audit: AuditState) -> None:
         """Search for a drawn request; when that is final, pin what is found."""
         first_token = state.search.num_local_tokens or 0
         if state.search.blocking_job in self._jobs.by_id or self._manager.is_waiting(state.context):
             return
         state.grow_keys(self._layouts)
-        end_token = self._find_end(state, first_token)
-        state.choice.unwanted = NOTHING_UNWANTED
+        end_token = self._prefix_search.find_end(state, first_token)
         if end_token is None:
-            self._locate(state, first_token)
+            self._locate(state, audit, first_token)
             return
         del self._searching[state.context.req_id]
         if end_token <= first_token:
@@ -312,14 +315,14 @@ class Audit:
         else:
             self._first_hits.on_hit(state)
             keys = iterate_load_keys(self._layouts, state.keys, first_token, end_token)
-            if state.audit is None or state.audit.stored.isdisjoint(keys):
-                self._pin(state, first_token, end_token)
-        self._settle(state)
+            if audit.stored.isdisjoint(keys):
+                self._pin(state, audit, first_token, end_token)
+        self._settle(state, audit)
 
-    def _locate(self, state: RequestState, first_token: int) -> None:
+    def _locate(self, state: RequestState, audit: AuditState, first_token: int) -> None:
         """Find out how long a hit is whose blocks are still to come: the request may end before they do."""
-        audit, layout, locator = state.audit, self._first_layout, self._manager.locator
-        if locator is None or audit is None or audit.num_tokens:
+        layout, locator = self._first_layout, self._manager.locator
+        if locator is None or audit.num_tokens:
             return
         last_token = state.request.num_tokens - 1
         first, end = first_token // layout.block_tokens, last_token // layout.block_tokens
@@ -334,9 +337,8 @@ class Audit:
             tokens[name] = tokens.get(name, 0) + layout.block_tokens
         audit.tier, audit.num_tokens = tier_of(tokens), sum(tokens.values())
 
-    def _pin(self, state: RequestState, first_token: int, end_token: int) -> None:
-        audit, context = state.audit, state.context
-        assert audit is not None, "only drawn requests are searched for"
+    def _pin(self, state: RequestState, audit: AuditState, first_token: int, end_token: int) -> None:
+        context = state.context
         promoted = self._manager.promoted_for(context)
         tokens = count_tokens_by_tier(self._layouts, state.keys, promoted, first_token, end_token)
         places: dict[OffloadKey, tuple[int, int]] = {}
@@ -356,26 +358,23 @@ class Audit:
         self._counts["requests"] += 1
         self._comparing[context.req_id] = state
 
-    def _settle(self, state: RequestState) -> None:
+    def _settle(self, state: RequestState, audit: AuditState) -> None:
         """Record that a search is over; the record of a request that waited for it can be made now."""
-        audit = state.audit
-        assert audit is not None, "only drawn requests are searched for"
         audit.is_searched = True
         if audit.is_begun:
             self._records.on_begun(state, 0)
-        self._add_to_trial(state)
+        self._add_to_trial(audit)
 
-    def _take_time(self, state: RequestState, now_s: float) -> None:
-        audit, request = state.audit, state.request
-        if audit is not None and audit.time_s is None and request.num_tokens > request.num_prompt_tokens:
+    def _take_time(self, state: RequestState, audit: AuditState, now_s: float) -> None:
+        request = state.request
+        if audit.time_s is None and request.num_tokens > request.num_prompt_tokens:
             audit.time_s = now_s - state.search.began_s
             self._watched.pop(state.context.req_id, None)
-            self._add_to_trial(state)
+            self._add_to_trial(audit)
 
-    def _add_to_trial(self, state: RequestState) -> None:
+    def _add_to_trial(self, audit: AuditState) -> None:
         """Add a request of which hit and time are known."""
-        audit = state.audit
-        if audit is None or audit.is_counted or not audit.is_begun:
+        if audit.is_counted or not audit.is_begun:
             return
         if audit.time_s is not None and audit.num_tokens:
             audit.is_counted = True
@@ -385,8 +384,7 @@ class Audit:
         self, state: RequestState, num_scheduled_tokens: int, jobs: dict[TransferJobId, TransferJob]
     ) -> None:
         """Add to ``jobs`` the comparisons of a request's pinned blocks that are computed with this step."""
-        audit, tables = state.audit, state.blocks
-        assert audit is not None, "only drawn requests are compared"
+        audit, tables = self._states[state], state.blocks
         if not tables.is_allocated or tables.is_stale:
             return
         end_token = min(tables.num_computed_tokens + num_scheduled_tokens, state.request.num_tokens)
@@ -404,7 +402,7 @@ class Audit:
             slots = AuditLoadStoreSpec(pinned.slot for pinned in blocks)
             job_id = self._jobs.open_store(state, keys, device_blocks, JobKind.AUDIT)
             jobs[job_id] = TransferJob(state.context.req_id, TransferSpec(source, slots))
-        self._lose(state, lost)
+        self._lose(state, audit, lost)
         if not audit.blocks:
             self._comparing.pop(state.context.req_id, None)
 
@@ -454,19 +452,17 @@ class Audit:
         if dropped is not None:
             self.condemned = set(dropped.in_use)
 
-    def _unpin(self, state: RequestState) -> None:
+    def _unpin(self, state: RequestState, audit: AuditState) -> None:
         """Unpin the blocks of a request that are not being compared."""
-        if state.audit is not None and state.audit.blocks:
-            self._lose(state, list(state.audit.blocks))
-            self._comparing.pop(state.context.req_id, None)
+        self._lose(state, audit, list(audit.blocks))
+        self._comparing.pop(state.context.req_id, None)
 
-    def _lose(self, state: RequestState, keys: list[OffloadKey]) -> None:
+    def _lose(self, state: RequestState, audit: AuditState, keys: list[OffloadKey]) -> None:
         """Unpin blocks that will not be compared."""
         if not keys:
             return
-        assert state.audit is not None, "only drawn requests pin blocks"
         for key in keys:
-            del state.audit.blocks[key]
+            del audit.blocks[key]
         self._counts["lost_blocks"] += len(keys)
         self._manager.complete_load(keys, state.context)
 
@@ -483,7 +479,7 @@ def make_audit(
     jobs: TransferJobs,
     records: RequestRecords,
     clock: Callable[[], float],
-    find_end: Callable[[RequestState, int], int | None],
+    search: PrefixSearch,
 ) -> Audit | None:
     """Return the audit; None when it is off, or the spec's handlers cannot compare. The arguments are the audit's."""
     if spec.config.settings.audit_ratio == 0:
@@ -491,4 +487,4 @@ def make_audit(
     namespace = spec.audited_namespace()
     if namespace is None:
         return None
-    return Audit(spec, namespace, manager, jobs, records, clock, find_end)
+    return Audit(spec, namespace, manager, jobs, records, clock, search)

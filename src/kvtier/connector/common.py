@@ -84,9 +84,11 @@ class LostLoadStoreSpec(LoadStoreSpec):
         return "LOST"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OffloadingConnectorMetadata:
     """The work of every worker in one step. It defines no length and no truth value, so it is never "empty".
+
+    The scheduler half and its features fill it; workers only read it.
 
     Attributes:
         load_jobs: to begin before the forward pass.

@@ -21,11 +21,13 @@ import random
 from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, field
+from enum import Enum
 from math import inf, sqrt
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-from kvtier.connector.request_state import Arm
+from kvtier.base import OffloadKey
+from kvtier.connector.planning import PinnedBlock
 
 BUCKETS = (0, 256, 1024, 4096, 16384, 65536)
 """Tokens at which the classes of length begin. More classes have fewer requests each; fewer mix hits that pay with hits
@@ -70,6 +72,61 @@ T_975 = (
 
 T_975_LATER = 2.13
 """For more of them it falls to 1.96; the largest is taken, which makes the interval at most a twelfth too wide."""
+
+
+class Arm(Enum):
+    """What is done with the hit of a request, for the sake of measuring it."""
+
+    LOADED = "loaded"
+    AUDITED = "audited"
+    """It is computed, and its blocks are compared with those held."""
+
+    SKIPPED = "skipped"
+    """It is computed, because loads of its length from its tier turned out slower, or to find out whether they are."""
+
+    STOPPED = "stopped"
+    """It is computed, because too many blocks were wrong: nothing is loaded."""
+
+
+@dataclass(slots=True)
+class AuditState:
+    """The part of the request in the audit.
+
+    Attributes:
+        arm: what is done with its hit.
+        is_searched: whether the search for its hit is final.
+        is_begun: whether the engine has begun it.
+        is_watched: whether its first token is waited for.
+        tier: where its hit is, "host" or a tier's type.
+        num_tokens: tokens of its hit; 0 before that is known, or when there is none.
+        time_s: seconds from its first search to its first token; None before that.
+        is_counted: whether it is in the trial.
+        is_forced: whether it is loaded although loads of its length are switched off.
+        blocks: what is pinned and not compared yet.
+        stored: the blocks that it has stored itself while the search for its hit went on: they are no hit.
+    """
+
+    arm: Arm
+    is_searched: bool = False
+    is_begun: bool = False
+    is_watched: bool = False
+    tier: str = ""
+    num_tokens: int = 0
+    time_s: float | None = None
+    is_counted: bool = False
+    is_forced: bool = False
+    blocks: dict[OffloadKey, PinnedBlock] = field(default_factory=dict)
+    stored: set[OffloadKey] = field(default_factory=set)
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the request is computed whatever is held of it."""
+        return self.arm is Arm.AUDITED or self.arm is Arm.STOPPED
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the request is computed and the search for its hit goes on."""
+        return self.arm is Arm.AUDITED and not self.is_searched
 
 
 class SavedInterval(NamedTuple):

@@ -13,20 +13,23 @@ not measured yet counts as zero, so the blocks are loaded and the time is measur
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvtier.base import OffloadingManager, OffloadingSpec
+from kvtier.base import OffloadingManager, OffloadingSpec, OffloadKey
 from kvtier.config import LoadIf
-from kvtier.connector.common import OffloadingWorkerMetadata
+from kvtier.connector.common import OffloadingConnectorMetadata, OffloadingWorkerMetadata, StopReason
+from kvtier.connector.features import RequestFeature, Withheld
 from kvtier.connector.groups import make_group_layouts
-from kvtier.connector.metrics import SchedulerCounters
+from kvtier.connector.jobs import OpenTransfer
+from kvtier.connector.metrics import add_tokens
 from kvtier.connector.prefix_search import split_by_need
 from kvtier.connector.protocols import SchedulerOutput
-from kvtier.connector.request_state import NOTHING_UNWANTED, RequestState, Unwanted
+from kvtier.connector.request_state import RequestState
 from kvtier.cost_model import BandwidthEstimator, LinkRate, PrefillEstimator, PrefillRate, compute_s
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.locations import BlockLocator, BlockPlace, LocatedRun, TierLoad
+from kvtier.misses import Miss, MissCause
 
 HIDDEN_WAIT_COST = 0.5
 """What a second costs that a request waits for a tier while it would have waited for the engine anyway. The queue may
@@ -41,11 +44,48 @@ recorded trace, with a tier at three quarters of its break-even, the median firs
 everything loaded. At 1 a request may wait long for the sake of others that never come."""
 
 
+SLOWER = Miss(MissCause.SLOWER)
+
+
 class HitFilter(Protocol):
     """Knows which hits turned out slower to load than to compute (``audit.Audit``)."""
 
+    def withholds(self, state: RequestState) -> bool:
+        """Return whether a request that is searched is computed whatever the search finds."""
+
     def skips(self, state: RequestState, tokens_by_tier: Mapping[str, int]) -> bool:
         """Return whether to compute the hit of a request, given as tokens by medium or type of their tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unwanted:
+    """Hits of a search that the request does not load.
+
+    Attributes:
+        tokens: how many, by where they are: "CPU", or a tier's type.
+        to_probe: blocks to measure anew, by the position of their tier; nothing else is loaded from these tiers.
+    """
+
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    to_probe: Mapping[int, Sequence[OffloadKey]] = field(default_factory=dict)
+
+
+NOTHING_UNWANTED = Unwanted()
+
+
+@dataclass(slots=True)
+class ChoiceState:
+    """How much of the request is worth loading.
+
+    Attributes:
+        num_begun_tokens: tokens that it had, those of its load included, when the engine began it; None before.
+        wanted_end_token: how far to load it, once chosen and until the engine begins it; None otherwise.
+        unwanted: what was found and not loaded because computing it is faster.
+    """
+
+    num_begun_tokens: int | None = None
+    wanted_end_token: int | None = None
+    unwanted: Unwanted = NOTHING_UNWANTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +189,7 @@ def list_unwanted(places: Sequence[BlockPlace], num_wanted: int) -> dict[int, li
     return unwanted
 
 
-class LoadOrCompute:
+class LoadOrCompute(RequestFeature):
     """The choices of one scheduler half. Used from one thread.
 
     Args:
@@ -171,6 +211,8 @@ class LoadOrCompute:
         self._measured = measured
         self._locator = locator
         self._requests = requests
+        self._choices: dict[RequestState, ChoiceState] = {}
+        self._not_loaded_tokens: dict[str, int] = {}
         self._clock = clock
         self._prefill_estimator = PrefillEstimator()
         self._bandwidth_estimator = BandwidthEstimator()
@@ -183,27 +225,17 @@ class LoadOrCompute:
         page_bytes = sum(page * ratio for page, ratio in zip(pages, rows, strict=True))
         self._block_bytes = round(spec.config.world_size * spec.block_size_factor * page_bytes)
 
-    def find_limit(self, state: RequestState, first_token: int, max_end_token: int) -> int | None:
-        """Return up to which token to load a request; None while a tier's lookup is pending.
-
-        Args:
-            state: the request, its keys grown.
-            first_token: leading tokens that the device has.
-            max_end_token: what the answer must not exceed.
-
-        Effects:
-            ``state.choice``.
-        """
-        choice = state.choice
+    def limit(self, state: RequestState, first_token: int, end_token: int) -> int | None:
         prefill = self._prefill_estimator.rate()
         if prefill is None:
-            return max_end_token
+            return end_token
+        choice = self._choice_of(state)
         if choice.wanted_end_token is not None:
-            return min(max_end_token, choice.wanted_end_token)
+            return min(end_token, choice.wanted_end_token)
         choice.unwanted = NOTHING_UNWANTED
         block_tokens = self._layout.block_tokens
         first_block = first_token // block_tokens
-        keys = state.keys[self._layout.idx][first_block : max(first_block, max_end_token // block_tokens)]
+        keys = state.keys[self._layout.idx][first_block : max(first_block, end_token // block_tokens)]
         run = self._locator.locate(keys, state.context)
         if run is None:
             return None
@@ -215,52 +247,61 @@ class LoadOrCompute:
             choice.unwanted = self._describe_unwanted(state, run, first_block, 0)
             return first_token
         if all(place.tier is None for place in run.places):
-            return max_end_token
+            return end_token
         costs = self._costs_of(state, first_token, prefill, run.deadline_s)
         num_wanted = plan_load_cut(run.places, run.tiers, costs)
-        if num_wanted < len(run.places):
+        # An audited request loads nothing anyway: nothing is left out because it is faster computed.
+        is_audited = self._measured is not None and self._measured.withholds(state)
+        if num_wanted < len(run.places) and not is_audited:
             choice.unwanted = self._describe_unwanted(state, run, first_block, num_wanted)
-        end_token = min(max_end_token, (first_block + num_wanted) * block_tokens)
+        wanted_end_token = min(end_token, (first_block + num_wanted) * block_tokens)
         if any(place.tier is not None for place in run.places[:num_wanted]):
-            choice.wanted_end_token = end_token
-        return max_end_token if num_wanted == len(run.places) else end_token
+            choice.wanted_end_token = wanted_end_token
+        return end_token if num_wanted == len(run.places) else wanted_end_token
 
-    def on_begun(self, state: RequestState, num_external_tokens: int, counters: SchedulerCounters) -> None:
-        """Record that the engine starts a request; the blocks to load are pinned by now.
-
-        Effects:
-            ``state.choice``. Counts the tokens that were found and are computed. Tiers that were found too slow may be
-            measured anew. The wait of a request that loads nothing ends.
-        """
-        choice = state.choice
+    def on_pinned(self, state: RequestState, num_loaded_tokens: int) -> None:
+        choice = self._choice_of(state)
         unwanted, choice.unwanted = choice.unwanted, NOTHING_UNWANTED
         choice.wanted_end_token = None
-        num_begun_tokens = (state.search.num_local_tokens or 0) + num_external_tokens
+        num_begun_tokens = (state.search.num_local_tokens or 0) + num_loaded_tokens
         # An engine may report once more, without a load, that it begins a request whose load has ended.
         choice.num_begun_tokens = max(choice.num_begun_tokens or 0, num_begun_tokens)
         if unwanted is NOTHING_UNWANTED:
             return
-        counters.count_not_loaded(unwanted.tokens)
-        if num_external_tokens == 0:
+        add_tokens(self._not_loaded_tokens, unwanted.tokens)
+        if num_loaded_tokens == 0:
             self._locator.end_wait(state.context)
+        # Not before the load is pinned: what comes up for a measurement may take the rows of its blocks.
         for tier, keys in unwanted.to_probe.items():
             self._locator.probe(tier, keys)
 
-    def begin_step(self, output: SchedulerOutput) -> int | None:
-        """Record the start of a step; return the number under which workers report its duration."""
+    def plan_step(self, output: SchedulerOutput, plan: OffloadingConnectorMetadata) -> None:
         num_tokens = 0
         for req_id, num_scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(req_id) if num_scheduled > 1 else None
             if state is not None:
                 num_left = state.request.num_prompt_tokens - state.blocks.num_computed_tokens
                 num_tokens += max(0, min(num_scheduled, num_left))
-        return self._prefill_estimator.begin_step(num_tokens, self._clock())
+        plan.measured_step = self._prefill_estimator.begin_step(num_tokens, self._clock())
 
-    def on_worker_report(self, report: OffloadingWorkerMetadata | None) -> None:
-        """Learn from the workers' reports of a step."""
+    def on_report(self, report: OffloadingWorkerMetadata | None, ended_jobs: Sequence[OpenTransfer]) -> None:
         self._prefill_estimator.end_step(None if report is None else report.measured_step, self._clock())
         if report is not None:
             self._bandwidth_estimator.observe(report.load_bytes, report.load_time_s)
+
+    def on_finished(self, state: RequestState, stop: StopReason, is_traffic: bool) -> None:
+        self._choices.pop(state, None)
+
+    def on_reset(self) -> None:
+        for choice in self._choices.values():
+            choice.wanted_end_token = None
+            choice.unwanted = NOTHING_UNWANTED
+
+    def why_computed(self, state: RequestState) -> Withheld | None:
+        choice = self._choices.get(state)
+        if choice is None or not choice.unwanted.tokens:
+            return None
+        return Withheld(SLOWER, choice.unwanted.tokens, choice.wanted_end_token)
 
     def report_prefill(self, num_tokens: int, time_s: float) -> None:
         """Learn from a prefill time that the engine has measured; steps are not timed then.
@@ -272,22 +313,29 @@ class LoadOrCompute:
         self._prefill_estimator.observe(num_tokens, time_s)
 
     def stats(self) -> dict[str, float]:
-        """Return the measured rates by dotted name; 0 means not measured yet."""
         prefill = self._prefill_estimator.present_rate()
         bandwidth = self._bandwidth_estimator.present_rate()
-        return {
+        # A rate of 0 is not measured yet.
+        rates = {
             "connector.prefill_tokens_per_s": 0.0 if prefill is None else 1 / prefill.token_s,
             "connector.load_bytes_per_s": 0.0 if bandwidth is None else bandwidth.bytes_per_s,
         }
+        tokens = dict(self._not_loaded_tokens)  # another thread may read while this one counts
+        return rates | {f"connector.not_loaded_tokens.{tier}": float(num) for tier, num in tokens.items()}
+
+    def _choice_of(self, state: RequestState) -> ChoiceState:
+        choice = self._choices.get(state)
+        if choice is None:
+            choice = self._choices[state] = ChoiceState()
+        return choice
 
     def _costs_of(
         self, state: RequestState, first_token: int, prefill: PrefillRate, deadline_s: float
     ) -> PromptCosts:
         begun = (
-            other.request.num_prompt_tokens
-            - max(other.choice.num_begun_tokens, other.blocks.num_computed_tokens)
-            for other in self._requests.values()
-            if other.choice.num_begun_tokens is not None and other is not state
+            other.request.num_prompt_tokens - max(choice.num_begun_tokens, other.blocks.num_computed_tokens)
+            for other, choice in self._choices.items()
+            if choice.num_begun_tokens is not None and other is not state
         )
         # Requests of which less than a block is left, such as those that load the rest, delay no other.
         queued = [num_tokens for num_tokens in begun if num_tokens >= self._layout.block_tokens]

@@ -144,7 +144,6 @@ class SchedulerCounters:
         flushed_store_jobs: stores that had to end before a device block was written again.
         unknown_tenant_requests: requests that name no tenant that the engine serves.
         loaded_tokens: tokens of loads that ended well, by the tier they came from.
-        not_loaded_tokens: tokens that were found and computed because that is faster, by the tier that has them.
     """
 
     load_jobs: int = 0
@@ -156,21 +155,16 @@ class SchedulerCounters:
     flushed_store_jobs: int = 0
     unknown_tenant_requests: int = 0
     loaded_tokens: dict[str, int] = field(default_factory=dict)
-    not_loaded_tokens: dict[str, int] = field(default_factory=dict)
-
-    def count_not_loaded(self, tokens_by_tier: Mapping[str, int]) -> None:
-        """Add the tokens that a request found and does not load."""
-        for tier, num_tokens in tokens_by_tier.items():
-            self.not_loaded_tokens[tier] = self.not_loaded_tokens.get(tier, 0) + num_tokens
 
     def stats(self) -> dict[str, float]:
         """Return the counts by dotted name."""
-        by_tier = ("loaded_tokens", "not_loaded_tokens")
-        jobs = [item.name for item in fields(self) if item.name not in by_tier]
+        jobs = [item.name for item in fields(self) if item.name != "loaded_tokens"]
         counts = {f"connector.{name}": float(getattr(self, name)) for name in jobs}
-        for name in by_tier:
-            tokens: Mapping[str, int] = dict(
-                getattr(self, name)
-            )  # another thread may read while this one counts
-            counts |= {f"connector.{name}.{tier}": float(count) for tier, count in tokens.items()}
-        return counts
+        tokens = dict(self.loaded_tokens)  # another thread may read while this one counts
+        return counts | {f"connector.loaded_tokens.{tier}": float(num) for tier, num in tokens.items()}
+
+
+def add_tokens(totals: dict[str, int], tokens: Mapping[str, int]) -> None:
+    """Add ``tokens`` to the totals of the same names."""
+    for name, num_tokens in tokens.items():
+        totals[name] = totals.get(name, 0) + num_tokens

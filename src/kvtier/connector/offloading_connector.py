@@ -1,11 +1,13 @@
 """The connector of one process: builds the spec, then the half that the process runs."""
 
+from collections.abc import Sequence
 from functools import partial
 
 from kvtier.config import ModelIdentity, OffloadingConfig
 from kvtier.connector.common import ConnectorRole
-from kvtier.connector.protocols import RequestRecorder, StepControl
-from kvtier.connector.scheduler import OffloadingConnectorScheduler
+from kvtier.connector.features import StepControl
+from kvtier.connector.recording import RequestRecorder
+from kvtier.connector.scheduler import FeatureMaker, OffloadingConnectorScheduler
 from kvtier.connector.worker import OffloadingConnectorWorker
 from kvtier.factory import OffloadingSpecFactory
 
@@ -20,6 +22,7 @@ class OffloadingConnector:
             None records nothing. The connector closes it, also when it cannot be built.
         control: serves operators of the scheduler half, such as what ``kvtier.observe.control.open_control`` returns;
             None serves none. The connector closes it as well.
+        features: make what else is plugged into the scheduler half (``connector.features``).
 
     Attributes:
         spec: what the configuration asked for; it is this half's own.
@@ -33,6 +36,7 @@ class OffloadingConnector:
         role: ConnectorRole,
         recorder: RequestRecorder | None = None,
         control: StepControl | None = None,
+        features: Sequence[FeatureMaker] = (),
     ) -> None:
         self.role = role
         self.connector_scheduler: OffloadingConnectorScheduler | None = None
@@ -40,14 +44,16 @@ class OffloadingConnector:
         try:
             self.spec = OffloadingSpecFactory.create_spec(config)
             if role is ConnectorRole.SCHEDULER:
-                self.connector_scheduler = OffloadingConnectorScheduler(self.spec, recorder, control=control)
+                self.connector_scheduler = OffloadingConnectorScheduler(
+                    self.spec, recorder, control=control, features=features
+                )
             else:
                 self.connector_worker = OffloadingConnectorWorker(self.spec)
         except BaseException:
             if recorder is not None:
                 recorder.close()
             if control is not None:
-                control.close()
+                control.close(())
             raise
 
     def reset(self) -> None:
@@ -67,15 +73,12 @@ class OffloadingConnector:
         half.reset(partial(half.manager.switch_model, model))
 
     def has_pending_push_work(self) -> bool:
-        """Return whether stores are open, or operators' commands; further steps, which may be empty, end them.
+        """Return whether stores are open, or a feature has work to do; further steps, which may be empty, end them.
 
         An engine that runs out of requests calls this before it rests. If it rested earlier, its last stores
         would be neither found nor handed to the secondary tiers before another request comes.
         """
-        half = self.connector_scheduler
-        if half is None:
-            return False
-        return half.has_open_stores() or (half.control is not None and half.control.has_commands)
+        return self.connector_scheduler is not None and self.connector_scheduler.needs_step()
 
     def shutdown(self) -> None:
         """Shut down the half in this process; idempotent."""

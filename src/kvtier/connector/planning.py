@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from kvtier.base import GPULoadStoreSpec, LoadStoreSpec, OffloadKey, PrepareStoreOutput, ReqContext
 from kvtier.connector.groups import GroupLayout
-from kvtier.connector.request_state import BlockTables, KeptState, PinnedBlock, RequestState
+from kvtier.connector.request_state import BlockTables, KeptState, RequestState
+from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.errors import InvariantError
 
 NEVER_TOKENS = sys.maxsize
@@ -57,6 +58,20 @@ class StorableBlock(NamedTuple):
     block: int
     key: OffloadKey
     device_block: int | None = None
+
+
+class PinnedBlock(NamedTuple):
+    """A block of a request that is computed and was found in host memory.
+
+    Attributes:
+        group_idx: its KV group.
+        block: its index within the request.
+        slot: where it is held.
+    """
+
+    group_idx: int
+    block: int
+    slot: int
 
 
 class ComputedBlocks(NamedTuple):
@@ -138,6 +153,40 @@ def plan_load(
         group_sizes.append(len(ids))
         block_indices.append(span.first_device_block)
     return LoadPlan(load_keys, device_blocks, GPULoadStoreSpec(device_blocks, group_sizes, block_indices))
+
+
+def count_tokens_by_tier(
+    layouts: Sequence[GroupLayout],
+    keys: Sequence[Sequence[OffloadKey]],
+    promoted: Mapping[OffloadKey, str],
+    first_token: int,
+    end_token: int,
+) -> dict[str, int]:
+    """Return how many tokens of a load come from each tier, none of them zero. Pure.
+
+    Args:
+        layouts: the KV groups.
+        keys: for each group the keys of the request's full blocks.
+        promoted: blocks that were promoted while the request waited for them, by their tier's type.
+        first_token: leading tokens that device memory has.
+        end_token: one past the last token of the load.
+    """
+    num_tokens = end_token - first_token
+    tokens_by_tier: dict[str, int] = {}
+    if promoted:
+        layout = next((layout for layout in layouts if layout.num_tail_tokens is None), layouts[0])
+        span, block_tokens = layout.span(first_token, end_token), layout.block_tokens
+        for block in range(span.first_block, span.end_block):
+            tier = promoted.get(keys[layout.idx][block])
+            if tier is not None:
+                # Without a group that needs the whole prefix, the first block of the tail brings what is before it too.
+                begin = first_token if block == span.first_block else block * block_tokens
+                end = min(end_token, (block + 1) * block_tokens)
+                tokens_by_tier[tier] = tokens_by_tier.get(tier, 0) + end - begin
+    num_held_tokens = num_tokens - sum(tokens_by_tier.values())
+    return (
+        {CPULoadStoreSpec.medium(): num_held_tokens, **tokens_by_tier} if num_held_tokens else tokens_by_tier
+    )
 
 
 def list_storable_blocks(
@@ -259,7 +308,6 @@ def offer_blocks(
     Effects:
         ``state.stores`` remembers what was offered, and how large an offer found room. Each refusal halves it, so a
         step makes at most a logarithm of refused calls, and one when there was no room before.
-        An audit whose search goes on gets the stored keys.
     """
     stores = state.stores
     plans: list[StorePlan] = []
@@ -284,8 +332,6 @@ def offer_blocks(
             stores.next_blocks[block.group_idx] = block.block + 1
         if output.keys_to_store:
             plans.append(_plan_store(layouts, state, batch, output))
-            if state.audit is not None and state.audit.is_open:
-                state.audit.stored.update(output.keys_to_store)
         # After a refusal larger offers would only be refused again; in a new step there may be room.
         batch_blocks = batch_blocks if num_refused else 2 * batch_blocks
     stores.batch_blocks = None

@@ -24,7 +24,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from kvtier.base import OffloadingManager
-from kvtier.connector.common import OffloadingWorkerMetadata, StopReason
+from kvtier.connector.common import OffloadingWorkerMetadata
 from kvtier.connector.groups import GroupLayout
 from kvtier.misses import RequestRecord
 
@@ -124,42 +124,6 @@ class ConnectorOutput(Protocol):
         """The metadata of all workers, aggregated; None when none had anything to report."""
 
 
-class RequestRecorder(Protocol):
-    """Records the requests that an engine serves. Its methods are called on the scheduler's thread."""
-
-    def on_arrival(self, req_id: str) -> None:
-        """Record the arrival of a request, unless it is recorded already."""
-
-    def on_end(
-        self,
-        req_id: str,
-        num_prompt_tokens: int,
-        num_output_tokens: int,
-        keys: Sequence[bytes],
-        stop: StopReason = StopReason.UNKNOWN,
-        record: RequestRecord | None = None,
-    ) -> None:
-        """Record a request that has ended, successfully or not.
-
-        Args:
-            req_id: its name; one that never came is not recorded.
-            num_prompt_tokens: length of its prompt.
-            num_output_tokens: length of its answer, as far as it got.
-            keys: the names of its full blocks, head first.
-            stop: why its answer ended.
-            record: where its prompt came from; None when it was never computed.
-        """
-
-    def forget(self, req_id: str) -> None:
-        """Forget a request without recording it."""
-
-    def stats(self) -> dict[str, float]:
-        """Return the counts of recorded and dropped requests by dotted name."""
-
-    def close(self) -> None:
-        """Write the queued requests and close the file; idempotent."""
-
-
 class LatestRecords(Protocol):
     """Records of requests."""
 
@@ -199,24 +163,3 @@ class ControlledHalf(Protocol):
 
     def has_open_stores(self) -> bool:
         """Return whether a worker still has to report a store."""
-
-
-class StepControl(Protocol):
-    """Serves the operators of a living engine. Its methods are called on the scheduler's thread."""
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether ``on_step_end`` has something to do; read in each step."""
-
-    @property
-    def has_commands(self) -> bool:
-        """Whether commands wait or are under way, so that the engine should step."""
-
-    def attach(self, half: ControlledHalf) -> None:
-        """Begin to show ``half``, without keeping it alive."""
-
-    def on_step_end(self) -> None:
-        """Do what operators want done; never raises."""
-
-    def close(self) -> None:
-        """Stop serving; idempotent."""

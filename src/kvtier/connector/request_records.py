@@ -19,12 +19,14 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from kvtier.base import OffloadingManager, OffloadKey
-from kvtier.connector.common import StopReason
+from kvtier.connector.common import OffloadingWorkerMetadata, StopReason
+from kvtier.connector.features import UNDECIDED, RequestFeature, Withheld
 from kvtier.connector.groups import GroupLayout
-from kvtier.connector.jobs import OpenTransfer
+from kvtier.connector.jobs import JobKind, OpenTransfer
+from kvtier.connector.metrics import add_tokens
 from kvtier.connector.prefix_search import FoundPrefix, SearchGroups, split_by_need
-from kvtier.connector.protocols import Request, RequestRecorder
-from kvtier.connector.request_state import NOTHING_UNWANTED, Arm, BegunRequest, EndedRequest, RequestState
+from kvtier.connector.protocols import Request
+from kvtier.connector.request_state import RequestState
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.departed import DepartedBlocks
 from kvtier.misses import (
@@ -54,8 +56,6 @@ PARTIAL_BLOCK = Miss(MissCause.PARTIAL_BLOCK)
 NOT_CONNECTED = Miss(MissCause.TIER_DOWN, HOST_ORIGIN, MappingProxyType({"reason": "workers not connected"}))
 ENGINE_DECLINED = Miss(MissCause.LIMITED, "", MappingProxyType({"reason": "the engine did not load it"}))
 UNKNOWN_TENANT = Miss(MissCause.LIMITED, "", MappingProxyType({"reason": UNKNOWN_TENANT_REASON}))
-AUDITED = Miss(MissCause.AUDITED)
-LOADS_STOPPED = Miss(MissCause.AUDITED, "", MappingProxyType({"reason": "loads stopped"}))
 LOAD_LOST = Miss(MissCause.LOAD_FAILED, HOST_ORIGIN, MappingProxyType({"reason": "evicted before the load"}))
 LOAD_RESET = Miss(MissCause.LOAD_FAILED, HOST_ORIGIN, MappingProxyType({"reason": "reset"}))
 LOAD_FAILED = Miss(MissCause.LOAD_FAILED, HOST_ORIGIN, MappingProxyType({"reason": "copy to the device"}))
@@ -73,7 +73,45 @@ class Segment(NamedTuple):
     miss: Miss | None
 
 
-class RequestRecords:
+class BegunRequest(NamedTuple):
+    """What is known of a request since the engine began it, until its load has ended.
+
+    Attributes:
+        began_s: when it began, seconds since 1970.
+        num_device_tokens: tokens that the device had.
+        first_token: tokens before it are on the device or loaded, unless the load fails.
+        missed: why tokens from there on are computed; those behind the last of them are the partial block.
+        waited_s: seconds since its first search.
+        first_key: key of the first block that is missing.
+    """
+
+    began_s: float
+    num_device_tokens: int
+    first_token: int
+    missed: tuple[MissedRun, ...]
+    waited_s: float
+    first_key: OffloadKey | None
+
+
+class EndedRequest(NamedTuple):
+    """What is known of a request since its load has ended, or since it began without one.
+
+    Attributes:
+        req_id: the request.
+        num_prompt_tokens: length of its prompt.
+        begun: what was known when it began.
+        tokens_by_tier: tokens that its load has brought, by medium or type of their tier.
+        failure: why the load has failed, so that its tokens were computed; None: it has not.
+    """
+
+    req_id: str
+    num_prompt_tokens: int
+    begun: BegunRequest
+    tokens_by_tier: Mapping[str, int]
+    failure: Miss | None
+
+
+class RequestRecords(RequestFeature):
     """The records of one scheduler half. Requests come from its thread; any thread may read.
 
     The records and counts made so far are mutable. A lock guards them, which only readers take, and the scheduler's
@@ -85,6 +123,7 @@ class RequestRecords:
         manager: where blocks are; asked for causes if it can tell.
         clock: seconds, monotonic.
         wall_clock: seconds since 1970.
+        why_computed: what features say of a request that they have computed (``RequestFeature.why_computed``).
     """
 
     def __init__(
@@ -93,12 +132,17 @@ class RequestRecords:
         manager: OffloadingManager,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        why_computed: Sequence[Callable[[RequestState], Withheld | None]] = (),
     ) -> None:
         self._layouts = layouts
         self._groups = split_by_need(layouts)
         self._manager = manager
         self._clock = clock
         self._wall_clock = wall_clock
+        self._why_computed = why_computed
+        self._loading: dict[RequestState, BegunRequest] = {}
+        # Of each request that has begun and not finished; None while its load is open.
+        self._begun: dict[RequestState, EndedRequest | None] = {}
         self._latest: deque[RequestRecord] = deque(maxlen=MAX_RECORDS)
         self._unread: deque[EndedRequest] = deque()
         self._lock = threading.Lock()
@@ -137,23 +181,28 @@ class RequestRecords:
         with self._lock:
             return dict(self._missed_tokens)
 
-    def on_begun(self, state: RequestState, num_external_tokens: int) -> None:
-        """Record that the engine begins a request; only the first time counts. Call it before ``prepare_load``."""
-        # Of a request that is audited the search may go on while it is computed; the audit calls again.
-        if state.begun is not None or (state.audit is not None and state.audit.is_open):
+    def on_begun(self, state: RequestState, num_loaded_tokens: int) -> None:
+        if state in self._begun:
             return
+        withheld: list[Withheld] = []
+        for why_computed in self._why_computed:
+            reason = why_computed(state)
+            if reason is UNDECIDED:
+                return
+            if reason is not None:
+                withheld.append(reason)
         search, num_prompt_tokens = state.search, state.request.num_prompt_tokens
         num_local_tokens = search.num_local_tokens or 0
         last_token = num_prompt_tokens - 1 if num_prompt_tokens else 0
-        first_token = min(num_local_tokens + num_external_tokens, last_token)
+        first_token = min(num_local_tokens + num_loaded_tokens, last_token)
         missed: tuple[MissedRun, ...] = ()
         # A request that misses nothing pays for no cause: the partial block is added where the record is made.
         common_tokens = self._groups.common_tokens
         max_end_token = last_token if search.max_end_token is None else search.max_end_token
         loadable = min(last_token, max_end_token // common_tokens * common_tokens)
         if first_token < loadable:
-            missed = self._explain(state, first_token, loadable, num_external_tokens)
-        state.begun = BegunRequest(
+            missed = self._explain(state, first_token, loadable, num_loaded_tokens, withheld)
+        begun = BegunRequest(
             self._wall_clock(),
             min(num_local_tokens, first_token),
             first_token,
@@ -161,16 +210,26 @@ class RequestRecords:
             self._clock() - search.began_s,
             search.first_missing,
         )
-        if num_external_tokens == 0:
-            self._end(state, state.begun, {}, None)
+        if num_loaded_tokens:
+            self._begun[state], self._loading[state] = None, begun
+        else:
+            self._begun[state] = self._end(state, begun, {}, None)
 
-    def on_load_ended(self, job: OpenTransfer) -> None:
-        """Record the end of a request's first load; the tokens of one that has failed are computed after all."""
-        state, failure = job.state, None
-        if job.has_failed:
-            failure = LOAD_RESET if job.is_void else LOAD_FAILED if job.keys else LOAD_LOST
-        if state.begun is not None and state.ended is None:
-            self._end(state, state.begun, state.load.tokens_by_tier, failure)
+    def on_report(self, report: OffloadingWorkerMetadata | None, ended_jobs: Sequence[OpenTransfer]) -> None:
+        for job in ended_jobs:
+            # A request's first load alone: what it was begun with.
+            begun = self._loading.pop(job.state, None) if job.kind is JobKind.LOAD else None
+            if begun is not None:
+                failure = LOAD_RESET if job.is_void else LOAD_FAILED if job.keys else LOAD_LOST
+                tokens_by_tier = job.state.load.tokens_by_tier
+                ended = self._end(job.state, begun, tokens_by_tier, failure if job.has_failed else None)
+                if job.state in self._begun:
+                    self._begun[job.state] = ended
+
+    def record_of(self, state: RequestState) -> RequestRecord | None:
+        """Return the record of a request that has not finished; None before its load has ended."""
+        ended = self._begun.get(state)
+        return None if ended is None else make_record(ended)
 
     def exclude(self, request: Request, num_local_tokens: int, miss: Miss) -> None:
         """Record that a request is not searched for, and why; ``on_begun_excluded`` follows when it begins."""
@@ -190,8 +249,29 @@ class RequestRecords:
         begun = BegunRequest(self._wall_clock(), num_device_tokens, num_device_tokens, missed, 0.0, None)
         self._unread.append(EndedRequest(request.request_id, num_prompt_tokens, begun, {}, None))
 
-    def on_finished(self, state: RequestState) -> None:
-        """Remember the blocks of an ended request that were not offered to the manager, or that it had no room for."""
+    def on_finished(self, state: RequestState, stop: StopReason, is_traffic: bool) -> None:
+        self._begun.pop(state, None)
+        if self._excluded:  # it may have been known before it was excluded
+            self.on_dropped(state.context.req_id)
+        if state.may_have_unoffered:
+            self._remember_unstored(state)
+
+    def on_dropped(self, req_id: str) -> None:
+        self._excluded.pop(req_id, None)
+
+    def stats(self) -> dict[str, float]:
+        self._read()
+        with self._lock:
+            counts = {"connector.recorded_requests": float(self._num_requests)}
+            for origin, num_tokens in self._tokens_by_origin.items():
+                counts[f"connector.prompt_tokens.{origin}"] = float(num_tokens)
+            for (cause, tier), num_tokens in self._missed_tokens.items():
+                name = MISSED_TOKENS + cause.value
+                counts[f"{name}.{tier}" if tier else name] = float(num_tokens)
+            return counts
+
+    def _remember_unstored(self, state: RequestState) -> None:
+        """Remember the blocks of a request that were not offered to the manager, or that it had no room for."""
         limit, stores, request = state.limits.max_store_tokens, state.stores, state.request
         state.grow_keys(self._layouts)
         # The KV of the last token of an answer is never computed; without an answer the prompt may be computed in part.
@@ -208,25 +288,13 @@ class RequestRecords:
             if limit is not None:
                 self._remember(keys[allowed:end], _reason_of_limit(state, limit))
 
-    def forget_excluded(self, req_id: str) -> None:
-        """Forget a request that was excluded and never began."""
-        if self._excluded:
-            self._excluded.pop(req_id, None)
-
-    def stats(self) -> dict[str, float]:
-        """Return the tokens of all requests by dotted name: where they came from and why they were computed."""
-        self._read()
-        with self._lock:
-            counts = {"connector.recorded_requests": float(self._num_requests)}
-            for origin, num_tokens in self._tokens_by_origin.items():
-                counts[f"connector.prompt_tokens.{origin}"] = float(num_tokens)
-            for (cause, tier), num_tokens in self._missed_tokens.items():
-                name = MISSED_TOKENS + cause.value
-                counts[f"{name}.{tier}" if tier else name] = float(num_tokens)
-            return counts
-
     def _explain(
-        self, state: RequestState, first_token: int, loadable: int, num_external_tokens: int
+        self,
+        state: RequestState,
+        first_token: int,
+        loadable: int,
+        num_loaded_tokens: int,
+        withheld: Sequence[Withheld],
     ) -> tuple[MissedRun, ...]:
         """Return why each token from ``first_token`` to ``loadable`` is computed.
 
@@ -238,15 +306,14 @@ class RequestRecords:
             found is not None
             and found.first_end_token <= found.end_token <= first_token
             and state.limits.max_load_tokens is None
-            and state.choice.unwanted is NOTHING_UNWANTED
+            and (not withheld or not any(one.tokens_by_tier for one in withheld))
         ):  # nearly every miss: everything behind what is held is missing for one cause
-            return (
-                MissedRun(first_token, loadable - first_token, self._ask(state, first_token, loadable, None)),
-            )
+            miss = self._ask(state, first_token, loadable, None)
+            return (MissedRun(first_token, loadable - first_token, miss),)
         runs: list[MissedRun] = []
         at = first_token
         for end_token, given in divide_missed(
-            state, self._groups, first_token, loadable, num_external_tokens
+            state, self._groups, first_token, loadable, num_loaded_tokens, withheld
         ):
             if end_token <= at:
                 continue
@@ -307,13 +374,14 @@ class RequestRecords:
         begun: BegunRequest,
         tokens_by_tier: Mapping[str, int],
         failure: Miss | None,
-    ) -> None:
-        state.ended = EndedRequest(
+    ) -> EndedRequest:
+        ended = EndedRequest(
             state.context.req_id, state.request.num_prompt_tokens, begun, tokens_by_tier, failure
         )
-        self._unread.append(state.ended)
+        self._unread.append(ended)
         if len(self._unread) >= MAX_RECORDS:
             self._read()
+        return ended
 
     def _read(self) -> None:
         """Make records and counts of the requests that have ended since the last call."""
@@ -329,40 +397,6 @@ class RequestRecords:
                     self._missed_tokens[label] = self._missed_tokens.get(label, 0) + num_tokens
 
 
-def count_tokens_by_tier(
-    layouts: Sequence[GroupLayout],
-    keys: Sequence[Sequence[OffloadKey]],
-    promoted: Mapping[OffloadKey, str],
-    first_token: int,
-    end_token: int,
-) -> dict[str, int]:
-    """Return how many tokens of a load come from each tier, none of them zero. Pure.
-
-    Args:
-        layouts: the KV groups.
-        keys: for each group the keys of the request's full blocks.
-        promoted: blocks that were promoted while the request waited for them, by their tier's type.
-        first_token: leading tokens that device memory has.
-        end_token: one past the last token of the load.
-    """
-    num_tokens = end_token - first_token
-    tokens_by_tier: dict[str, int] = {}
-    if promoted:
-        layout = next((layout for layout in layouts if layout.num_tail_tokens is None), layouts[0])
-        span, block_tokens = layout.span(first_token, end_token), layout.block_tokens
-        for block in range(span.first_block, span.end_block):
-            tier = promoted.get(keys[layout.idx][block])
-            if tier is not None:
-                # Without a group that needs the whole prefix, the first block of the tail brings what is before it too.
-                begin = first_token if block == span.first_block else block * block_tokens
-                end = min(end_token, (block + 1) * block_tokens)
-                tokens_by_tier[tier] = tokens_by_tier.get(tier, 0) + end - begin
-    num_held_tokens = num_tokens - sum(tokens_by_tier.values())
-    return (
-        {CPULoadStoreSpec.medium(): num_held_tokens, **tokens_by_tier} if num_held_tokens else tokens_by_tier
-    )
-
-
 def take_first(tokens: Mapping[str, int], num_tokens: int) -> dict[str, int]:
     """Return the first ``num_tokens`` of ``tokens``, in the order of their names, none of them zero. Pure."""
     taken: dict[str, int] = {}
@@ -371,12 +405,6 @@ def take_first(tokens: Mapping[str, int], num_tokens: int) -> dict[str, int]:
             taken[name] = num
             num_tokens -= num
     return taken
-
-
-def add_tokens(totals: dict[str, int], tokens: Mapping[str, int]) -> None:
-    """Add ``tokens`` to the totals of the same names."""
-    for name, num_tokens in tokens.items():
-        totals[name] = totals.get(name, 0) + num_tokens
 
 
 def make_record(ended: EndedRequest) -> RequestRecord:
@@ -401,18 +429,13 @@ def make_record(ended: EndedRequest) -> RequestRecord:
     )
 
 
-def record_request(recorder: RequestRecorder, state: RequestState, stop: StopReason) -> None:
-    """Record a request under the blocks of its first KV group; their content is that of the others'."""
-    request = state.request
-    num_output_tokens = request.num_tokens - request.num_prompt_tokens
-    record = None if state.ended is None else make_record(state.ended)
-    recorder.on_end(
-        request.request_id, request.num_prompt_tokens, num_output_tokens, state.keys[0], stop, record
-    )
-
-
 def divide_missed(
-    state: RequestState, groups: SearchGroups, first_token: int, loadable: int, num_external_tokens: int
+    state: RequestState,
+    groups: SearchGroups,
+    first_token: int,
+    loadable: int,
+    num_loaded_tokens: int,
+    withheld: Sequence[Withheld] = (),
 ) -> list[Segment]:
     """Return why each loadable token from ``first_token`` on is computed, as segments in order. Pure.
 
@@ -423,23 +446,25 @@ def divide_missed(
         groups: the KV groups.
         first_token: tokens before it are on the device or loaded.
         loadable: tokens that could be loaded and are not computed all the same, as the last one is.
-        num_external_tokens: tokens that the engine loads.
+        num_loaded_tokens: tokens that the engine loads.
+        withheld: why features have tokens computed.
     """
     common = groups.common_tokens
     limit = state.limits.max_load_tokens
     allowed = loadable if limit is None else min(loadable, limit // common * common)
     found, segments = state.search.found, list[Segment]()
-    if state.audit is not None and state.audit.is_computed:
-        segments += _divide_audited(state, found, allowed)
+    whole = next((one for one in withheld if not one.tokens_by_tier), None)
+    part = next((one for one in withheld if one.tokens_by_tier), None)
+    if whole is not None and (found is None or whole.is_unsearched):
+        segments.append(Segment(allowed, whole.miss))
     elif found is None:
         segments.append(Segment(allowed, NOT_CONNECTED))
-    elif num_external_tokens == 0 and found.end_token > first_token:
-        declined = Segment(min(allowed, found.end_token), ENGINE_DECLINED)
-        segments += [declined, *_divide_found(state, found, allowed)]
-    elif found.first_end_token > found.end_token or state.choice.unwanted is not NOTHING_UNWANTED:
-        segments += _divide_found(state, found, allowed)
     else:
-        segments.append(Segment(allowed, None))
+        if whole is not None:
+            segments.append(Segment(min(allowed, found.end_token), whole.miss))
+        elif num_loaded_tokens == 0 and found.end_token > first_token:
+            segments.append(Segment(min(allowed, found.end_token), ENGINE_DECLINED))
+        segments += _divide_found(found, part, allowed)
     if limit is not None and allowed < loadable:
         detail = MappingProxyType({"max_load_tokens": limit})
         limited = UNKNOWN_TENANT if state.tenant is None else Miss(MissCause.LIMITED, "", detail)
@@ -447,28 +472,18 @@ def divide_missed(
     return segments
 
 
-def _divide_audited(state: RequestState, found: FoundPrefix | None, allowed: int) -> list[Segment]:
-    """Return the segments up to ``allowed`` of a request that is computed whatever is held of it. Pure."""
-    if state.audit is not None and state.audit.arm is Arm.STOPPED:
-        return [Segment(allowed, LOADS_STOPPED)]
-    if found is None:  # it ended before its search did
-        return [Segment(allowed, AUDITED)]
-    return [Segment(min(allowed, found.end_token), AUDITED), *_divide_found(state, found, allowed)]
-
-
-def _divide_found(state: RequestState, found: FoundPrefix, allowed: int) -> list[Segment]:
-    """Return the segments up to ``allowed``, of tokens that were looked up or that would be slower to load. Pure."""
+def _divide_found(found: FoundPrefix, part: Withheld | None, allowed: int) -> list[Segment]:
+    """Return the segments up to ``allowed``, of tokens that were looked up or that a feature withholds. Pure."""
     segments = []
     if found.first_end_token > found.end_token:
         short = Miss(MissCause.GROUP_SHORT, HOST_ORIGIN, MappingProxyType({"group": found.short_group}))
         segments.append(Segment(min(allowed, found.first_end_token), short))
-    wanted_end, unwanted = state.choice.wanted_end_token, state.choice.unwanted.tokens
-    if unwanted:
-        at = found.first_end_token if wanted_end is None else wanted_end
+    if part is not None:
+        at = found.first_end_token if part.first_token is None else part.first_token
         segments.append(Segment(min(allowed, at), None))
-        for tier, num_tokens in unwanted.items():
+        for tier, num_tokens in part.tokens_by_tier.items():
             at += num_tokens
-            segments.append(Segment(min(allowed, at), Miss(MissCause.SLOWER, _origin_of(tier))))
+            segments.append(Segment(min(allowed, at), part.miss._replace(tier=_origin_of(tier))))
     segments.append(Segment(allowed, None))
     return segments
 

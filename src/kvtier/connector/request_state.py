@@ -1,23 +1,20 @@
 """The scheduler half's state of one request, from its first search to its end.
 
 RequestState keeps the engine's own request object, which it reads in each step because hashes and confirmed tokens
-grow, and the keys of its blocks. The rest is in six parts, each with one writer:
+grow, and the keys of its blocks. The rest is in four parts, each with one writer:
 
     SearchState     get_num_new_matched_tokens      the result of the last search
     LoadState       the start and end of a load     the loaded tokens
-    ChoiceState     load_or_compute                 how much is worth loading
-    AuditState      audit                           whether it is computed to be compared, and its first token's time
     BlockTables     the engine's allocations        which device blocks it has
     StoreState      planning                        which blocks were offered to the manager
 
-A reset changes all of them: ``RequestState.on_reset``.
+A reset changes them: ``RequestState.on_reset``. What features know of a request is theirs (``features``).
 """
 
 import heapq
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from typing import NamedTuple
 
@@ -34,26 +31,9 @@ from kvtier.connector.request_limits import (
 )
 from kvtier.connector.tenant_finder import TenantFinder, make_tenant_finder
 from kvtier.hints.envelope import add_envelope
-from kvtier.misses import Miss, MissedRun
 from kvtier.tenants import NO_TENANT, Tenant, salt_hash
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Unwanted:
-    """Hits of a search that the request does not load.
-
-    Attributes:
-        tokens: how many, by where they are: "CPU", or a tier's type.
-        to_probe: blocks to measure anew, by the position of their tier; nothing else is loaded from these tiers.
-    """
-
-    tokens: Mapping[str, int] = field(default_factory=dict)
-    to_probe: Mapping[int, Sequence[OffloadKey]] = field(default_factory=dict)
-
-
-NOTHING_UNWANTED = Unwanted()
 
 
 @dataclass(slots=True)
@@ -92,90 +72,6 @@ class LoadState:
 
     tokens_by_tier: Mapping[str, int] = field(default_factory=dict)
     has_failed: bool = False
-
-
-@dataclass(slots=True)
-class ChoiceState:
-    """How much of the request is worth loading.
-
-    Attributes:
-        num_begun_tokens: tokens that it had, those of its load included, when the engine began it; None before.
-        wanted_end_token: how far to load it, once chosen and until the engine begins it; None otherwise.
-        unwanted: what was found and not loaded because computing it is faster.
-    """
-
-    num_begun_tokens: int | None = None
-    wanted_end_token: int | None = None
-    unwanted: Unwanted = NOTHING_UNWANTED
-
-
-class Arm(Enum):
-    """What is done with the hit of a request, for the sake of measuring it."""
-
-    LOADED = "loaded"
-    AUDITED = "audited"
-    """It is computed, and its blocks are compared with those held."""
-
-    SKIPPED = "skipped"
-    """It is computed, because loads of its length from its tier turned out slower, or to find out whether they are."""
-
-    STOPPED = "stopped"
-    """It is computed, because too many blocks were wrong: nothing is loaded."""
-
-
-class PinnedBlock(NamedTuple):
-    """A block of a request that is computed and was found in host memory.
-
-    Attributes:
-        group_idx: its KV group.
-        block: its index within the request.
-        slot: where it is held.
-    """
-
-    group_idx: int
-    block: int
-    slot: int
-
-
-@dataclass(slots=True)
-class AuditState:
-    """The part of the request in the audit.
-
-    Attributes:
-        arm: what is done with its hit.
-        is_searched: whether the search for its hit is final.
-        is_begun: whether the engine has begun it.
-        is_watched: whether its first token is waited for.
-        tier: where its hit is, "host" or a tier's type.
-        num_tokens: tokens of its hit; 0 before that is known, or when there is none.
-        time_s: seconds from its first search to its first token; None before that.
-        is_counted: whether it is in the trial.
-        is_forced: whether it is loaded although loads of its length are switched off.
-        blocks: what is pinned and not compared yet.
-        stored: the blocks that it has stored itself while the search for its hit went on: they are no hit.
-    """
-
-    arm: Arm
-    is_searched: bool = False
-    is_begun: bool = False
-    is_watched: bool = False
-    tier: str = ""
-    num_tokens: int = 0
-    time_s: float | None = None
-    is_counted: bool = False
-    is_forced: bool = False
-    blocks: dict[OffloadKey, PinnedBlock] = field(default_factory=dict)
-    stored: set[OffloadKey] = field(default_factory=set)
-
-    @property
-    def is_computed(self) -> bool:
-        """Whether the request is computed whatever is held of it."""
-        return self.arm is Arm.AUDITED or self.arm is Arm.STOPPED
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the request is computed and the search for its hit goes on."""
-        return self.arm is Arm.AUDITED and not self.is_searched
 
 
 class KeptState(NamedTuple):
@@ -257,44 +153,6 @@ class StoreState:
         self.next_tokens = 0
 
 
-class BegunRequest(NamedTuple):
-    """What is known of a request since the engine began it, until its load has ended.
-
-    Attributes:
-        began_s: when it began, seconds since 1970.
-        num_device_tokens: tokens that the device had.
-        first_token: tokens before it are on the device or loaded, unless the load fails.
-        missed: why tokens from there on are computed; those behind the last of them are the partial block.
-        waited_s: seconds since its first search.
-        first_key: key of the first block that is missing.
-    """
-
-    began_s: float
-    num_device_tokens: int
-    first_token: int
-    missed: tuple[MissedRun, ...]
-    waited_s: float
-    first_key: OffloadKey | None
-
-
-class EndedRequest(NamedTuple):
-    """What is known of a request since its load has ended, or since it began without one.
-
-    Attributes:
-        req_id: the request.
-        num_prompt_tokens: length of its prompt.
-        begun: what was known when it began.
-        tokens_by_tier: tokens that its load has brought, by medium or type of their tier.
-        failure: why the load has failed, so that its tokens were computed; None: it has not.
-    """
-
-    req_id: str
-    num_prompt_tokens: int
-    begun: BegunRequest
-    tokens_by_tier: Mapping[str, int]
-    failure: Miss | None
-
-
 @dataclass(eq=False, slots=True)
 class RequestState:
     """One request; compared by identity, because an engine may use a name again.
@@ -310,10 +168,6 @@ class RequestState:
         stores: what was offered to the manager.
         search: what the last search found.
         load: what its loads brought.
-        choice: how much of it is worth loading.
-        audit: its part in the audit; None where there is none.
-        begun: where its prompt came from, once the engine has begun it.
-        ended: the same, once its load has ended.
     """
 
     request: Request
@@ -326,10 +180,11 @@ class RequestState:
     tenant: Tenant | None = NO_TENANT
     search: SearchState = field(default_factory=SearchState)
     load: LoadState = field(default_factory=LoadState)
-    choice: ChoiceState = field(default_factory=ChoiceState)
-    audit: AuditState | None = None
-    begun: BegunRequest | None = None
-    ended: EndedRequest | None = None
+
+    @property
+    def may_have_unoffered(self) -> bool:
+        """Whether full blocks of its may not have been offered to the manager, by a limit or for want of room."""
+        return self.limits.max_store_tokens is not None or self.stores.batch_blocks is not None
 
     def grow_keys(self, layouts: Sequence[GroupLayout]) -> None:
         """Make the keys of the blocks that were hashed since the last call."""
@@ -363,8 +218,6 @@ class RequestState:
         """Start again with the primary tier empty; device blocks computed before must not be stored."""
         self.blocks.is_stale = self.blocks.is_allocated
         self.search.is_touched = False
-        self.choice.wanted_end_token = None
-        self.choice.unwanted = NOTHING_UNWANTED
         self.stores.offer_again()
 
 

@@ -1,9 +1,9 @@
 """The scheduler half: which requests wait, what is loaded for them, what is stored of them.
 
 It never blocks. ``protocols`` has the order of a step. Its decisions are in the modules beside this one: how much of a
-prefix can be loaded (prefix_search) and is worth it (load_or_compute), which hits are computed to check them (audit),
-which keys and device blocks a job moves (planning), what is in flight (jobs), whether transfers may start at all
-(handshake). Optional ones are None when they are off.
+prefix can be loaded (search), which keys and device blocks a job moves (planning), what is in flight (jobs), whether
+transfers may start at all (handshake). What is optional is plugged in (features): whether a hit is worth its load
+(load_or_compute), which hits are computed to check them (audit), and what is recorded of requests.
 
 Source: the division follows vLLM's OffloadingConnectorScheduler as of May 2026.
 """
@@ -26,29 +26,24 @@ from kvtier.connector.common import (
     TransferJob,
     make_block_events,
 )
+from kvtier.connector.features import Hooks, RequestFeature, StepControl
 from kvtier.connector.groups import make_group_layouts
 from kvtier.connector.handshake import make_handshake
 from kvtier.connector.jobs import JobKind, OpenTransfer, TransferJobs
 from kvtier.connector.load_or_compute import make_load_or_compute
-from kvtier.connector.metrics import SchedulerCounters, SearchMeter, TransferMeter
-from kvtier.connector.planning import iterate_load_keys, list_storable_blocks, offer_blocks, plan_load
-from kvtier.connector.prefix_search import (
-    find_loadable_end,
-    find_max_end,
-    maximal_prefix_lookup,
-    sliding_window_lookup,
-    split_by_need,
-)
+from kvtier.connector.metrics import SchedulerCounters, SearchMeter, TransferMeter, add_tokens
+from kvtier.connector.planning import count_tokens_by_tier, list_storable_blocks, offer_blocks, plan_load
+from kvtier.connector.prefix_search import maximal_prefix_lookup, sliding_window_lookup
 from kvtier.connector.protocols import (
     ConnectorOutput,
     DeviceBlocks,
     Request,
-    RequestRecorder,
     SchedulerOutput,
-    StepControl,
 )
-from kvtier.connector.request_records import RequestRecords, add_tokens, count_tokens_by_tier, record_request
+from kvtier.connector.recording import Recording, RequestRecorder
+from kvtier.connector.request_records import RequestRecords
 from kvtier.connector.request_state import RequestState, follow_allocations, make_state_maker
+from kvtier.connector.search import PrefixSearch
 from kvtier.errors import BlockNotReadyError
 from kvtier.histogram import HistogramSnapshot
 from kvtier.log_limit import limit_log_lines
@@ -56,6 +51,9 @@ from kvtier.log_limit import limit_log_lines
 logger = logging.getLogger(__name__)
 
 WAIT: tuple[int | None, bool] = (None, False)
+
+FeatureMaker = Callable[["OffloadingConnectorScheduler"], RequestFeature]
+"""Makes a feature for a half that is complete but for its features. A class whose constructor takes the half is one."""
 
 
 class OffloadingConnectorScheduler:
@@ -67,11 +65,14 @@ class OffloadingConnectorScheduler:
         clock: seconds, monotonic; how long steps take is measured with it.
         control: serves operators of the living engine; the scheduler half closes it. None serves none.
         wall_clock: seconds since 1970, for records.
+        features: make what else is plugged in.
 
     Attributes:
         manager: which blocks are held; both searches depend on it alone.
         layouts: the KV groups.
         counters: what was decided so far.
+        jobs: what is in flight.
+        search: how far a request can be loaded.
         load_or_compute: how much of a hit is loaded; None when all of it is.
         audit: computes some hits to compare them with what is held; None when it is off.
         recorder: the recorder; an engine that reports arrivals calls its ``on_arrival`` before the search.
@@ -86,10 +87,10 @@ class OffloadingConnectorScheduler:
         clock: Callable[[], float] = time.monotonic,
         control: StepControl | None = None,
         wall_clock: Callable[[], float] = time.time,
+        features: Sequence[FeatureMaker] = (),
     ) -> None:
         self.manager = spec.get_manager()
         limit_log_lines()
-        self.recorder = recorder
         self.counters = SchedulerCounters()
         self._transfers = TransferMeter()
         self._searches = SearchMeter()
@@ -98,26 +99,32 @@ class OffloadingConnectorScheduler:
         self.layouts = make_group_layouts(spec)
         has_states = any(layout.is_state for layout in self.layouts)
         self._follow = follow_states if has_states else follow_allocations
-        self.records = RequestRecords(self.layouts, self.manager, clock, wall_clock)
-        self._jobs = TransferJobs(spec.config.world_size)
-        self.audit = make_audit(spec, self.manager, self._jobs, self.records, clock, self._find_end)
-        self._find = self._find_end if self.audit is None else self.audit.find_end
-        self.load_or_compute = make_load_or_compute(spec, self.manager, self._requests, clock, self.audit)
+        self.jobs = TransferJobs(spec.config.world_size)
         # The contract names these two searches; the way of a request calls the functions of prefix_search itself.
         self._maximal_prefix_lookup = partial(maximal_prefix_lookup, self.manager)
         self._sliding_window_lookup = partial(sliding_window_lookup, self.manager)
-        self._search_groups = split_by_need(self.layouts)
-        may_compute_last_token = all(layout.can_compute_last_token for layout in self.layouts)
-        self._computes_last_token = spec.config.computes_last_token and may_compute_last_token
         # None without a region, and from the moment on when every worker has reported the scheduler's own.
         self._handshake = make_handshake(spec)
         self._load_jobs: dict[TransferJobId, TransferJob] = {}
         self._jobs_to_flush: set[TransferJobId] = set()
         self._jobs_to_fail: set[TransferJobId] = set()
         self._make_state = make_state_maker(spec.config, len(self.layouts))
-        self.control = control
-        if control is not None:
-            control.attach(self)
+        self._hooks = hooks = Hooks()
+        self.search = PrefixSearch(
+            self.layouts, self.manager, self.jobs, spec.config.computes_last_token, hooks.limit
+        )
+        self.records = RequestRecords(self.layouts, self.manager, clock, wall_clock, hooks.why_computed)
+        self.audit = make_audit(spec, self.manager, self.jobs, self.records, clock, self.search)
+        self.load_or_compute = make_load_or_compute(spec, self.manager, self._requests, clock, self.audit)
+        self.recorder, self.control = recorder, control
+        recording = None if recorder is None else Recording(recorder, self.records, self.layouts)
+        makers = features if control is None else (*features, control.attach)
+        for built_in in filter(None, (self.audit, self.load_or_compute, recording, self.records)):
+            hooks.add(built_in)
+        for make in makers:
+            hooks.add(make(self))
+        has_answers = hooks.withholds or hooks.shorten
+        self._find_end = self._find_unless_withheld if has_answers else self.search.find_end
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int, key_salt: bytes = b""
@@ -142,18 +149,18 @@ class OffloadingConnectorScheduler:
             # Most calls end here: nothing has changed for a request that was answered None.
             is_same = num_computed_tokens == state.search.num_local_tokens
             if is_same and (
-                state.search.blocking_job in self._jobs.by_id or self.manager.is_waiting(state.context)
+                state.search.blocking_job in self.jobs.by_id or self.manager.is_waiting(state.context)
             ):
                 return WAIT
             state.grow_keys(self.layouts)
         # Workers report a load by its request's name: another request of that name would take it for its own.
-        if request.request_id in self._jobs.loading_requests:
+        if request.request_id in self.jobs.loading_requests:
             return WAIT
         state.search.num_local_tokens = num_computed_tokens
         if self._handshake is not None:
             return self._handshake.answer()
         began_s = self._clock()
-        end_token = self._find(state, num_computed_tokens)
+        end_token = self._find_end(state, num_computed_tokens)
         self._searches.on_search(state.search, began_s, self._clock(), is_final=end_token is not None)
         if end_token is None:
             return WAIT
@@ -177,13 +184,12 @@ class OffloadingConnectorScheduler:
         if state is None:
             self.records.on_begun_excluded(request)
             return
-        self.records.on_begun(state, num_external_tokens)
+        for on_begun in self._hooks.on_begun:
+            on_begun(state, num_external_tokens)
         if num_external_tokens:
             self._begin_load(state, blocks, num_external_tokens)
-        if self.audit is not None:
-            self.audit.on_begun(state, num_external_tokens)
-        if self.load_or_compute is not None:
-            self.load_or_compute.on_begun(state, num_external_tokens, self.counters)
+        for on_pinned in self._hooks.on_pinned:
+            on_pinned(state, num_external_tokens)
 
     def get_tokens_by_tier(self, req_id: str, num_external_tokens: int) -> dict[str, int]:
         """Return where the tokens of a load come from; call it when update_state_after_alloc has begun the load.
@@ -207,60 +213,52 @@ class OffloadingConnectorScheduler:
             Follows the engine's block tables, prepares stores, starts promotions.
         """
         num_scheduled_tokens = scheduler_output.num_scheduled_tokens
-        if self._jobs.fenced:
+        if self.jobs.fenced:
             self._flush(list_written_blocks(self.layouts, self._requests, scheduler_output))
         self._follow(self._requests, scheduler_output)
-        store_jobs: dict[TransferJobId, TransferJob] = {}
-        if self._handshake is not None:
-            self._handshake.on_step()
-        else:
-            if self.audit is not None:
-                store_jobs |= self.audit.on_step(num_scheduled_tokens)
-            for req_id, num_tokens in num_scheduled_tokens.items():
-                state = self._requests.get(req_id)
-                if state and state.blocks.num_computed_tokens + num_tokens >= state.stores.next_tokens:
-                    self._prepare_stores(state, num_tokens, store_jobs)
-        measured_step = None
-        if self.load_or_compute is not None:
-            measured_step = self.load_or_compute.begin_step(scheduler_output)
-        metadata = OffloadingConnectorMetadata(
+        plan = OffloadingConnectorMetadata(
             self._load_jobs,
-            store_jobs,
+            {},
             self._jobs_to_flush or None,
             self._jobs_to_fail or None,
             is_idle=not num_scheduled_tokens,
-            measured_step=measured_step,
         )
         self._load_jobs, self._jobs_to_flush, self._jobs_to_fail = {}, set(), set()
+        for plan_step in self._hooks.plan_step:
+            plan_step(scheduler_output, plan)
+        if self._handshake is not None:
+            self._handshake.on_step()
+        else:
+            for req_id, num_tokens in num_scheduled_tokens.items():
+                state = self._requests.get(req_id)
+                if state and state.blocks.num_computed_tokens + num_tokens >= state.stores.next_tokens:
+                    self._prepare_stores(state, num_tokens, plan.store_jobs)
         self.manager.end_step()
-        if self.control is not None and self.control.is_wanted:
-            self.control.on_step_end()
-        return metadata
+        for on_step_end in self._hooks.on_step_end:
+            on_step_end()
+        return plan
 
     def update_connector_output(self, output: ConnectorOutput) -> None:
         """Process the workers' reports; jobs that every worker has ended are completed in the manager."""
         report = output.kv_connector_worker_meta
-        if self.load_or_compute is not None:
-            self.load_or_compute.on_worker_report(report)
-        if report is None:
-            return
-        if self._handshake is not None:
-            self._handshake.record(report.region_identities)
-            if self._handshake.is_open:
-                self._handshake = None
-        if not report.completed_jobs:
-            return
-        if report.transfers:
-            self._transfers.add(report.transfers)
-        ended = self._jobs.count(report)
+        ended: Sequence[OpenTransfer] = ()
+        if report is not None:
+            if self._handshake is not None:
+                self._handshake.record(report.region_identities)
+                if self._handshake.is_open:
+                    self._handshake = None
+            if report.completed_jobs:
+                if report.transfers:
+                    self._transfers.add(report.transfers)
+                ended = self.jobs.count(report)
         for job in ended:
             if job.kind is JobKind.LOAD:
                 self._end_load(job)
             elif job.kind is JobKind.STORE:
                 self.manager.complete_store(job.keys, job.state.context, success=not job.has_failed)
                 self.counters.failed_store_jobs += job.has_failed
-        if self.audit is not None:
-            self.audit.on_reports(report, ended)
+        for on_report in self._hooks.on_report:
+            on_report(report, ended)
 
     def request_finished(
         self, request: Request, stop: StopReason = StopReason.UNKNOWN, *, is_traffic: bool = True
@@ -277,20 +275,14 @@ class OffloadingConnectorScheduler:
         """
         state = self._requests.pop(request.request_id, None)
         if state is None:
-            self.records.forget_excluded(request.request_id)
-        else:
-            if self.audit is not None:
-                self.audit.on_finished(state)
-            if state.limits.max_store_tokens is not None or state.stores.batch_blocks is not None:
-                self.records.on_finished(state)
-            self.manager.request_finished(state.context)
-            if state.search.waits_since_s is not None:
-                self._searches.on_wait_ended(state.search, self._clock())
-        if self.recorder is not None:
-            if state is None or not is_traffic:
-                self.recorder.forget(request.request_id)
-            else:
-                record_request(self.recorder, state, stop)
+            for on_dropped in self._hooks.on_dropped:
+                on_dropped(request.request_id)
+            return False, None
+        for on_finished in self._hooks.on_finished:
+            on_finished(state, stop, is_traffic)
+        self.manager.request_finished(state.context)
+        if state.search.waits_since_s is not None:
+            self._searches.on_wait_ended(state.search, self._clock())
         return False, None
 
     def take_events(self) -> list[BlockStored | BlockRemoved]:
@@ -299,16 +291,20 @@ class OffloadingConnectorScheduler:
 
     def has_open_stores(self) -> bool:
         """Return whether a worker has to report a store: steps, also empty ones, end it. Tiers write without steps."""
-        return self._jobs.num_stores > 0
+        return self.jobs.num_stores > 0
 
     def has_unstored(self, req_id: str) -> bool:
         """Return whether a request has blocks for which the last step's stores had no room."""
         state = self._requests.get(req_id)
         return state is not None and state.stores.batch_blocks is not None
 
+    def needs_step(self) -> bool:
+        """Return whether the engine should make further steps, which may be empty, before it rests."""
+        return self.has_open_stores() or any(needs_step() for needs_step in self._hooks.needs_step)
+
     def is_idle(self) -> bool:
         """Return whether there is neither a request nor a transfer under way, so that the engine may rest now."""
-        return not self._requests and not self._jobs.by_id
+        return not self._requests and not self.jobs.by_id
 
     def reset(self, begin_anew: Callable[[], None] | None = None) -> None:
         """Forget every block, so that none stored before is found again.
@@ -319,7 +315,7 @@ class OffloadingConnectorScheduler:
         outstanding: a load that such an output reports as good cannot be taken back. ``begin_anew`` makes the manager
         forget; by default its ``reset``.
         """
-        loads = self._jobs.void_all()
+        loads = self.jobs.void_all()
         for job_id, job in self._load_jobs.items():
             lost = TransferSpec(LostLoadStoreSpec(), job.transfer_spec.destination)
             self._load_jobs[job_id] = TransferJob(job.req_id, lost)
@@ -327,8 +323,8 @@ class OffloadingConnectorScheduler:
         self._jobs_to_fail |= loads - self._load_jobs.keys()
         for state in self._requests.values():
             state.on_reset()
-        if self.audit is not None:
-            self.audit.on_reset()
+        for on_reset in self._hooks.on_reset:
+            on_reset()
         (begin_anew or self.manager.reset)()
 
     def stats(self) -> dict[str, float]:
@@ -337,10 +333,10 @@ class OffloadingConnectorScheduler:
         Thread: any. Numbers that change meanwhile may be of slightly different moments.
         """
         numbers = {**self.manager.stats(), "connector.requests": float(len(self._requests))}
-        optional = (self.recorder, self.load_or_compute, self.audit)
-        always = (self.counters, self.records, self._transfers, self._jobs)
-        for part in (*always, *[part for part in optional if part is not None]):
+        for part in (self.counters, self._transfers, self.jobs):
             numbers |= part.stats()
+        for stats in self._hooks.stats:
+            numbers |= stats()
         return numbers
 
     def histograms(self) -> dict[str, HistogramSnapshot]:
@@ -349,14 +345,10 @@ class OffloadingConnectorScheduler:
         return {**self.manager.histograms(), **own}
 
     def shutdown(self) -> None:
-        """Shut down the manager and the recorder, which records unfinished requests with their output so far."""
-        if self.control is not None:
-            self.control.close()
+        """End the features, which get the unfinished requests with their output so far, and shut down the manager."""
+        for close in self._hooks.close:
+            close(self._requests.values())
         self.manager.shutdown()
-        if self.recorder is not None:
-            for state in self._requests.values():
-                record_request(self.recorder, state, StopReason.UNKNOWN)
-            self.recorder.close()
 
     def _add_request(self, request: Request, key_salt: bytes) -> RequestState:
         state = self._requests[request.request_id] = self._make_state(request, key_salt=key_salt)
@@ -364,45 +356,19 @@ class OffloadingConnectorScheduler:
         state.search.began_s = self._clock()
         state.grow_keys(self.layouts)
         self.manager.note_request([tuple(keys) for keys in state.keys], state.context)
-        if self.recorder is not None:
-            self.recorder.on_arrival(request.request_id)
+        for on_arrived in self._hooks.on_arrived:
+            on_arrived(state)
         return state
 
-    def _find_end(self, state: RequestState, num_local_tokens: int) -> int | None:
-        """Return up to which token to load the request; None when it has to wait.
-
-        Effects:
-            ``state.search``. The first end that is found renews the request's blocks.
-        """
-        if state.load.has_failed:
-            return num_local_tokens
-        # The engine needs a token to compute: without one there is no output to sample from.
-        max_end_token = state.request.num_tokens - 1
-        if self._computes_last_token:
-            max_end_token = find_max_end(self._search_groups, state.request.num_tokens, num_local_tokens)
-        state.search.max_end_token = max_end_token
-        if state.limits.max_load_tokens is not None:
-            max_end_token = min(max_end_token, state.limits.max_load_tokens)
-        if self.load_or_compute is not None:
-            limit = self.load_or_compute.find_limit(state, num_local_tokens, max_end_token)
-            if limit is None:
-                return None
-            max_end_token = limit
-        found = state.search.found = find_loadable_end(
-            self._search_groups, self.manager, state.keys, num_local_tokens, max_end_token, state.context
-        )
-        if found is None:
-            return None
-        end_token = found.end_token
-        if self._jobs.loading and end_token > num_local_tokens:
-            # What is being loaded for another request is waited for and not loaded twice.
-            wanted = iterate_load_keys(self.layouts, state.keys, num_local_tokens, end_token)
-            state.search.blocking_job = self._jobs.find_load_of(wanted)
-            if state.search.blocking_job is not None:
-                return None
-        if not state.search.is_touched:
-            state.search.is_touched = True
-            self._touch(state, state.request.num_tokens)
+    def _find_unless_withheld(self, state: RequestState, first_token: int) -> int | None:
+        """Return up to which token to load the request, as features let it; None when it has to wait."""
+        for withholds in self._hooks.withholds:
+            if withholds(state):
+                return first_token
+        end_token = self.search.find_end(state, first_token)
+        if end_token is not None:
+            for shorten in self._hooks.shorten:
+                end_token = shorten(state, first_token, end_token)
         return end_token
 
     def _begin_load(self, state: RequestState, blocks: DeviceBlocks, num_external_tokens: int) -> None:
@@ -418,21 +384,21 @@ class OffloadingConnectorScheduler:
         self.counters.load_jobs += 1
         try:
             transfer = TransferSpec(self.manager.prepare_load(plan.keys, state.context), plan.device_spec)
-            job_id = self._jobs.open_load(state, plan.keys)
+            job_id = self.jobs.open_load(state, plan.keys)
         except BlockNotReadyError as error:
             # The engine already waits for this load, and only a worker can report that a load ended. So a load is sent
             # that fails there; raising would end the engine over a block that is merely recomputed.
             logger.warning("request %s: its load is lost, it is computed: %s", request.request_id, error)
             self.counters.lost_load_jobs += 1
             transfer = TransferSpec(LostLoadStoreSpec(), plan.device_spec)
-            job_id = self._jobs.open_load(state, [])
+            job_id = self.jobs.open_load(state, [])
         self._load_jobs[job_id] = TransferJob(request.request_id, transfer)
-        if self._jobs.fenced:
+        if self.jobs.fenced:
             self._flush(plan.device_blocks)
 
     def _flush(self, written_blocks: Sequence[int]) -> None:
         """Make the workers finish, before this step writes to these device blocks, every store that reads them."""
-        job_ids = self._jobs.take_fenced(written_blocks)
+        job_ids = self.jobs.take_fenced(written_blocks)
         self._jobs_to_flush |= job_ids
         self.counters.flushed_store_jobs += len(job_ids)
 
@@ -441,25 +407,26 @@ class OffloadingConnectorScheduler:
     ) -> None:
         """Add stores to ``store_jobs`` as far as the manager has room."""
         storable = list_storable_blocks(self.layouts, state, num_scheduled_tokens)
-        if storable and self._jobs.void_keys:
-            storable = list(takewhile(lambda block: block.key not in self._jobs.void_keys, storable))
+        if storable and self.jobs.void_keys:
+            storable = list(takewhile(lambda block: block.key not in self.jobs.void_keys, storable))
             state.stores.next_tokens = 0  # the others are offered when those jobs have ended
         if not storable:
             return
         offers = offer_blocks(self.layouts, state, storable, self.manager.prepare_store)
         self.counters.refused_stores += offers.num_refused
         for plan in offers.plans:
-            job_id = self._jobs.open_store(state, plan.keys, plan.device_blocks)
+            job_id = self.jobs.open_store(state, plan.keys, plan.device_blocks)
             store_jobs[job_id] = TransferJob(state.context.req_id, TransferSpec(plan.device_spec, plan.slots))
+            for on_stored in self._hooks.on_stored:
+                on_stored(state, plan.keys)
         if offers.plans:
             self.counters.store_jobs += len(offers.plans)
-            self._touch(state, storable[-1].end_token)
+            self.search.touch(state, storable[-1].end_token)
 
     def _end_load(self, job: OpenTransfer) -> None:
         state = job.state
         if job.keys:
             self.manager.complete_load(job.keys, state.context)
-        self.records.on_load_ended(job)
         if job.has_failed:
             logger.warning("request %s: its load failed, it is computed", state.context.req_id)
             state.load.has_failed = True
@@ -467,9 +434,4 @@ class OffloadingConnectorScheduler:
             return
         add_tokens(self.counters.loaded_tokens, state.load.tokens_by_tier)
         if self._requests.get(state.context.req_id) is state:
-            self._touch(state, state.request.num_tokens)
-
-    def _touch(self, state: RequestState, end_token: int) -> None:
-        """Touch the request's blocks, the first most recent, so that its tail is evicted first."""
-        if keys := state.keys_by_position(self.layouts, end_token):
-            self.manager.touch(keys, state.context)
+            self.search.touch(state, state.request.num_tokens)

@@ -13,12 +13,14 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
 from kvtier.config import OffloadingConfig
+from kvtier.connector.features import StepControl
 from kvtier.connector.protocols import ControlledHalf
+from kvtier.connector.request_state import RequestState
 from kvtier.errors import ControlError, KVTierError
 from kvtier.observe.control_commands import Command, PromptHasher, make_command, read_number
 from kvtier.observe.control_server import Ask, ControlServer
@@ -88,7 +90,7 @@ class Answered:
         """Do nothing."""
 
 
-class EngineControl:
+class EngineControl(StepControl):
     """What the scheduler half has for its operators.
 
     Thread: ``attach``, ``on_step_end`` and ``close`` are called on the scheduler's thread, ``begin`` on the server's.
@@ -144,13 +146,16 @@ class EngineControl:
         """
         self._server = make_server(self)
 
-    def attach(self, half: ControlledHalf) -> None:
+    def attach(self, half: ControlledHalf) -> "EngineControl":
         """Begin to show ``half``. When it is no longer referred to, the socket closes."""
         server = self._server
         self._half = weakref.ref(half, lambda _: None if server is None else server.close_soon())
+        return self
 
     def on_step_end(self) -> None:
         """Publish what clients wait for and advance their commands. Never raises."""
+        if not self.is_wanted:
+            return
         self.is_wanted = False
         half = self._half()
         if half is None:
@@ -167,7 +172,7 @@ class EngineControl:
         if self._server is not None:
             self._server.wake()
 
-    def close(self) -> None:
+    def close(self, unfinished: Collection[RequestState] = ()) -> None:
         """Close the socket and end its thread; idempotent."""
         if self._server is not None:
             self._server.close()

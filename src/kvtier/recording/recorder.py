@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvtier.config import TRACE_VARIABLE, OffloadingConfig
 from kvtier.connector.common import StopReason
-from kvtier.connector.protocols import RequestRecorder
+from kvtier.connector.recording import RequestRecorder
 from kvtier.errors import ConfigError
 from kvtier.misses import RequestRecord
 from kvtier.quantities import parse_bytes

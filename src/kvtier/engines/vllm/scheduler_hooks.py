@@ -154,9 +154,6 @@ class SchedulerHooks:
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:
         """Forget a request; its device blocks may be freed at once."""
         freed = self._scheduler.request_finished(request, stop_of(request))
-        self._scheduler.records.forget_excluded(
-            request.request_id
-        )  # it may have been known before it was excluded
         if self._spans is not None:
             # vLLM makes its own span in another process and takes no attributes: this one stands beside it.
             if self._spans.is_active:
