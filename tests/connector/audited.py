@@ -207,7 +207,7 @@ class AuditedEngine:
         """Step until every store and comparison has ended."""
         self._step(StepOutput())
         while self.half.has_open_stores():
-            self.worker.worker.wait(set(self.half._jobs.by_id))
+            self.worker.worker.wait(set(self.half.jobs.by_id))
             self._step(StepOutput())
 
     def stat(self, name: str) -> float:

@@ -254,7 +254,7 @@ class HybridEngine:
             self.abort(req_id)
         self._carry_out(StepOutput(), [])
         while self.half.has_open_stores():
-            self.worker.worker.wait(set(self.half._jobs.by_id))
+            self.worker.worker.wait(set(self.half.jobs.by_id))
             self._carry_out(StepOutput(), [])
 
     def stat(self, name: str) -> float:

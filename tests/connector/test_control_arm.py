@@ -9,12 +9,12 @@ from kvtier.connector.control_arm import (
     BUCKETS,
     MIN_ROUNDS,
     TRIAL_RATIO,
+    Arm,
     ControlArm,
     DecayingMean,
     bucket_of,
     find_interval,
 )
-from kvtier.connector.request_state import Arm
 
 NUM_TOKENS = 1000
 

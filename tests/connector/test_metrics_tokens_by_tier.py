@@ -18,7 +18,7 @@ from tests.tiering.drivers import make_driver
 
 from kvtier.base import OffloadKey
 from kvtier.connector.groups import GroupLayout
-from kvtier.connector.request_records import count_tokens_by_tier
+from kvtier.connector.planning import count_tokens_by_tier
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.engines.common.step import StepOutput

@@ -9,8 +9,14 @@ from tests.connector.fakes import FakeRequest
 
 from kvtier.base import OffloadKey, PrepareStoreOutput, ReqContext
 from kvtier.connector.groups import GroupLayout
-from kvtier.connector.planning import StorePlan, find_computed, list_storable_blocks, offer_blocks
-from kvtier.connector.request_state import KeptState, PinnedBlock, RequestState, make_request_state
+from kvtier.connector.planning import (
+    PinnedBlock,
+    StorePlan,
+    find_computed,
+    list_storable_blocks,
+    offer_blocks,
+)
+from kvtier.connector.request_state import KeptState, RequestState, make_request_state
 from kvtier.cpu.common import CPULoadStoreSpec
 
 FULL = GroupLayout(0, 4, 1, 1, None)

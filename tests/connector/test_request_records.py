@@ -15,10 +15,10 @@ from tests.connector.fakes import (
     report_jobs,
 )
 
-from kvtier.base import OffloadingManager, OffloadKey, ReqContext
+from kvtier.base import OffloadingManager, OffloadKey, ReqContext, TransferJobId
 from kvtier.config import GroupKind, KVGroup
-from kvtier.connector.request_records import MAX_RECORDS, make_record
-from kvtier.connector.request_state import EndedRequest
+from kvtier.connector.jobs import JobKind, OpenTransfer
+from kvtier.connector.request_records import MAX_RECORDS
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.engines.common.step import CachedRequests, StepOutput
@@ -106,8 +106,7 @@ def test_a_request_that_misses_nothing_asks_for_no_cause_and_divides_nothing() -
     request = FakeRequest("a", PROMPT)
     bench.begin(request)
 
-    begun = bench.half._requests["a"].begun
-    assert begun is not None
+    begun = bench.half.records._loading[bench.half._requests["a"]]
     assert (manager.asked, begun.missed) == ([], ())
     bench.end_load()
     assert bench.latest.missed == (MissedRun(16, 2, PARTIAL),)
@@ -281,13 +280,13 @@ def test_what_one_group_holds_and_another_does_not_is_group_short() -> None:
     assert half.get_num_new_matched_tokens(request, 0) == (4, True)
     state = half._requests["a"]
     half.records.on_begun(state, 4)
+    state.load.tokens_by_tier = {"CPU": 4}
+    half.records.on_report(None, [OpenTransfer(TransferJobId(0), JobKind.LOAD, state, [], 0, [])])
 
     short = Miss(MissCause.GROUP_SHORT, "", {"group": 1, "cause": "never_seen"})
-    assert state.begun is not None
-    assert state.begun.missed == (MissedRun(4, 8, short), MissedRun(12, 4, NEVER_SEEN))
-    assert state.begun.first_key == OffloadKey(hashes[2] + b"\0\0\0\1")  # of the window's last block
-    ended = EndedRequest("a", len(PROMPT), state.begun, {"CPU": 4}, None)
-    assert make_record(ended).missed[-1] == MissedRun(16, 2, PARTIAL)
+    (record,) = half.records.latest
+    assert record.missed == (MissedRun(4, 8, short), MissedRun(12, 4, NEVER_SEEN), MissedRun(16, 2, PARTIAL))
+    assert record.first_key == OffloadKey(hashes[2] + b"\0\0\0\1")  # of the window's last block
 
 
 def test_blocks_that_a_request_kept_from_being_stored_are_named_for_the_next_one() -> None:

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from tests.small_engine import running_engine, serve_some
 
-from kvtier.connector.control_arm import MIN_ROUNDS, ControlArm
+from kvtier.connector.control_arm import MIN_ROUNDS, Arm, ControlArm
 from kvtier.connector.metrics import SchedulerCounters
-from kvtier.connector.request_state import Arm
 from kvtier.histogram import LATENCY_BOUNDS_S, SIZE_BOUNDS_BYTES
 from kvtier.misses import MissCause
 from kvtier.observe.family import Family, Kind, SampleFinder, unread
@@ -43,7 +42,10 @@ TIER_COUNTS = {
 }
 """What the tiers count themselves, those included that are tested with servers."""
 
-CONNECTOR_COUNTS = SchedulerCounters(loaded_tokens={"CPU": 1}, not_loaded_tokens={"fs": 1}).stats()
+CONNECTOR_COUNTS = {
+    **SchedulerCounters(loaded_tokens={"CPU": 1}).stats(),
+    "connector.not_loaded_tokens.fs": 1.0,
+}
 
 
 def names_of(tier: str, names: Iterable[str]) -> list[str]:
