@@ -175,7 +175,7 @@ class Audit(RequestFeature):
         self._largest_deviation = 0.0
 
     def withholds(self, state: RequestState) -> bool:
-        """Return whether the request computes its hit instead of loading it; its first search decides."""
+        # Drawn at its first search and not when it arrives: then the audit can search for it at once.
         audit = self._states.get(state)
         if audit is None:
             is_drawn = self._rng.random() < self._ratio

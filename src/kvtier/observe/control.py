@@ -91,7 +91,7 @@ class Answered:
 
 
 class EngineControl(StepControl):
-    """What the scheduler half has for its operators.
+    """What the scheduler half has for its operators. When the half is no longer referred to, the socket closes.
 
     Thread: ``attach``, ``on_step_end`` and ``close`` are called on the scheduler's thread, ``begin`` on the server's.
     Lists and numbers are handed over by single operations of the interpreter, which need no lock.
@@ -105,7 +105,6 @@ class EngineControl(StepControl):
 
     Attributes:
         is_wanted: whether the end of the next step has something to do here.
-        has_commands: whether commands wait or are under way; an engine with some should go on to step.
         wake_engine: called on the server's thread when a command has come, so that an idle engine steps. It does
             nothing unless the engine has set it, and must not block or raise.
     """
@@ -134,7 +133,6 @@ class EngineControl(StepControl):
 
     @property
     def has_commands(self) -> bool:
-        """Whether commands wait or are under way."""
         return bool(self._arrived or self._open)
 
     def listen(self, make_server: Callable[["EngineControl"], ControlServer]) -> None:
@@ -147,13 +145,11 @@ class EngineControl(StepControl):
         self._server = make_server(self)
 
     def attach(self, half: ControlledHalf) -> "EngineControl":
-        """Begin to show ``half``. When it is no longer referred to, the socket closes."""
         server = self._server
         self._half = weakref.ref(half, lambda _: None if server is None else server.close_soon())
         return self
 
     def on_step_end(self) -> None:
-        """Publish what clients wait for and advance their commands. Never raises."""
         if not self.is_wanted:
             return
         self.is_wanted = False
@@ -173,7 +169,6 @@ class EngineControl(StepControl):
             self._server.wake()
 
     def close(self, unfinished: Collection[RequestState] = ()) -> None:
-        """Close the socket and end its thread; idempotent."""
         if self._server is not None:
             self._server.close()
         half = self._half()
