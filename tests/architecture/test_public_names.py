@@ -67,6 +67,7 @@ NAMES: dict[str, str] = {
     "kvtier.tiering.spec": "TieringOffloadingSpec",
     "kvtier.connector.offloading_connector": "OffloadingConnector",
     "kvtier.connector.common": "TransferJob OffloadingConnectorMetadata OffloadingWorkerMetadata",
+    "kvtier.connector.features": "RequestFeature Withheld",
     "kvtier.connector.metrics": "OffloadingConnectorStats",
     "kvtier.connector.scheduler": "OffloadingConnectorScheduler",
     "kvtier.connector.worker": "OffloadingConnectorWorker",
