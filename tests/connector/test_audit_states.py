@@ -399,6 +399,8 @@ def test_whatever_happens_right_blocks_are_right_and_no_pin_is_left(
     assert counts["wrong"] == counts["close"] == 0
     assert counts["equal"] > 0
     assert engine.stat("primary.free_blocks") + engine.stat("primary.evictable_blocks") == NUM_SLOTS
+    assert engine.half.audit is not None
+    assert not engine.half.audit._states  # each went with its request
 
 
 def serve(engine: HybridEngine, tokens: list[int], *ends: int) -> None:

@@ -17,6 +17,7 @@ from tests.connector.fakes import HASH_TOKENS
 from tests.property.connector_managers import MoodyCPUManager, MoodyTieringManager
 
 from kvtier.config import GroupKind, KVGroup, ModelIdentity, OffloadingConfig
+from kvtier.connector.request_state import RequestState
 from kvtier.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvtier.testing.clock import ManualClock
 from kvtier.tiering.base import TierSettings
@@ -306,6 +307,12 @@ class ConnectorDriver:
         self.manager.check()
         assert not self.engine.broken_laws()
 
+    def _list_remembered(self) -> list[RequestState]:
+        """Return the requests of which a feature knows something."""
+        half = self.engine.scheduler
+        chosen = () if half.load_or_compute is None else half.load_or_compute._choices
+        return [*half.records._begun, *half.records._loading, *chosen]
+
     def drain(self) -> None:
         """Let everything run out, and look for what is left."""
         self.run_out()
@@ -324,6 +331,7 @@ class ConnectorDriver:
         assert stats["primary.orphaned_blocks"] == 0
         assert not self.engine.scheduler.has_open_stores()
         check_records(self.engine.scheduler.records.latest, self.requests)
+        assert not self._list_remembered(), "a feature keeps what it knew of a request that has ended"
         for record in self.engine.scheduler.records.latest:
             self.seen.update(f"missed: {cause.value}" for cause, _ in record.missed_by_cause())
         self.check()
