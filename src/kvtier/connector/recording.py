@@ -5,7 +5,6 @@ from typing import Protocol
 
 from kvtier.connector.common import StopReason
 from kvtier.connector.features import RequestFeature
-from kvtier.connector.groups import GroupLayout
 from kvtier.connector.request_records import RequestRecords
 from kvtier.connector.request_state import RequestState
 from kvtier.misses import RequestRecord
@@ -53,26 +52,20 @@ class Recording(RequestFeature):
     Args:
         recorder: writes them.
         records: where the prompts came from; behind this feature in their order, so that they still know.
-        layouts: the KV groups.
     """
 
-    def __init__(
-        self, recorder: RequestRecorder, records: RequestRecords, layouts: Sequence[GroupLayout]
-    ) -> None:
+    def __init__(self, recorder: RequestRecorder, records: RequestRecords) -> None:
         self._recorder = recorder
         self._records = records
-        self._layouts = layouts
 
     def on_arrived(self, state: RequestState) -> None:
         self._recorder.on_arrival(state.context.req_id)
 
     def on_finished(self, state: RequestState, stop: StopReason, is_traffic: bool) -> None:
-        if not is_traffic:
-            self.on_dropped(state.context.req_id)
-            return
-        if state.may_have_unoffered:
-            state.grow_keys(self._layouts)  # those blocks have none yet
-        self._record(state, stop)
+        if is_traffic:
+            self._record(state, stop)
+        else:
+            self._recorder.forget(state.context.req_id)
 
     def on_dropped(self, req_id: str) -> None:
         self._recorder.forget(req_id)

@@ -253,7 +253,7 @@ class RequestRecords(RequestFeature):
         self._begun.pop(state, None)
         if self._excluded:  # it may have been known before it was excluded
             self.on_dropped(state.context.req_id)
-        if state.may_have_unoffered:
+        if state.limits.max_store_tokens is not None or state.stores.batch_blocks is not None:
             self._remember_unstored(state)
 
     def on_dropped(self, req_id: str) -> None:

@@ -181,11 +181,6 @@ class RequestState:
     search: SearchState = field(default_factory=SearchState)
     load: LoadState = field(default_factory=LoadState)
 
-    @property
-    def may_have_unoffered(self) -> bool:
-        """Whether full blocks of its may not have been offered to the manager, by a limit or for want of room."""
-        return self.limits.max_store_tokens is not None or self.stores.batch_blocks is not None
-
     def grow_keys(self, layouts: Sequence[GroupLayout]) -> None:
         """Make the keys of the blocks that were hashed since the last call."""
         tenant = self.tenant

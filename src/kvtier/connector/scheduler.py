@@ -117,7 +117,7 @@ class OffloadingConnectorScheduler:
         self.audit = make_audit(spec, self.manager, self.jobs, self.records, clock, self.search)
         self.load_or_compute = make_load_or_compute(spec, self.manager, self._requests, clock, self.audit)
         self.recorder, self.control = recorder, control
-        recording = None if recorder is None else Recording(recorder, self.records, self.layouts)
+        recording = None if recorder is None else Recording(recorder, self.records)
         makers = features if control is None else (*features, control.attach)
         for built_in in filter(None, (self.audit, self.load_or_compute, recording, self.records)):
             hooks.add(built_in)
