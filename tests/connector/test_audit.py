@@ -193,6 +193,45 @@ def test_blocks_that_a_drawn_request_has_stored_itself_are_no_hit(
     engine.half.manager.check()  # type: ignore[attr-defined]  # as above
 
 
+def test_the_record_of_an_audited_request_waits_for_its_search(engines: list[AuditedEngine]) -> None:
+    engines.append(engine := AuditedEngine(num_slots=10, audit_ratio=1.0, secondary_tiers=[SLOWER]))
+    engine.serve(PROMPTS[0])
+    engine.serve(PROMPTS[1])
+    num_before = engine.half.records.num_requests
+    request = FakeRequest("half held", [*PROMPTS[0][:16], *range(17)])
+    engine.half.get_num_new_matched_tokens(request, 0)
+    engine.half.update_state_after_alloc(request, FakeBlocks((list(range(9)),)), 0)
+    assert engine.half.records.num_requests == num_before
+
+    while engine.half.records.num_requests == num_before:
+        engine._step(StepOutput())
+        engine.clock.advance(1.0)
+    engine.half.request_finished(request)
+
+    missed = [(run.num_tokens, run.miss.cause) for run in engine.half.records.latest[-1].missed]
+    assert missed == [(16, MissCause.AUDITED), (16, MissCause.NEVER_SEEN), (1, MissCause.PARTIAL_BLOCK)]
+
+
+def test_what_an_audited_request_computes_is_not_counted_as_faster_computed(
+    engines: list[AuditedEngine],
+) -> None:
+    for audit_ratio, is_counted in ((1.0, False), (1e-9, True)):
+        engine = AuditedEngine(
+            num_slots=10, audit_ratio=audit_ratio, load_if="faster", secondary_tiers=[SLOWER]
+        )
+        engines.append(engine)
+        for prompt in PROMPTS * 2:
+            engine.serve(prompt)
+        assert engine.half.load_or_compute is not None
+        for _ in range(3):
+            engine.half.load_or_compute.report_prefill(100, 1e-6)  # nothing is worth a load
+        for prompt in PROMPTS:
+            engine.serve(prompt)
+
+        counted = [name for name in engine.half.stats() if "not_loaded" in name]
+        assert bool(counted) is is_counted, counted
+
+
 def test_a_wrong_block_leaves_the_tiers_too(engines: list[AuditedEngine]) -> None:
     engines.append(engine := AuditedEngine(audit_ratio=1.0, secondary_tiers=[EXAMPLE]))
     engine.serve(PROMPTS[0])

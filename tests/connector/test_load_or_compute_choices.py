@@ -175,6 +175,17 @@ def test_a_hit_that_loads_slower_than_it_computes_is_not_loaded_and_nobody_waits
     assert bench.count("connector.not_loaded_tokens.slow") == NUM_TOKENS
 
 
+def test_after_a_reset_nothing_is_left_that_could_have_been_loaded() -> None:
+    bench = make_slow_bench()
+    request = bench.request()
+    assert bench.ask(request)[0] == 0
+
+    bench.half.reset()
+    bench.half.update_state_after_alloc(request, FakeBlocks((list(range(20)),)), 0)
+
+    assert bench.count("connector.not_loaded_tokens.slow") == 0
+
+
 def test_with_always_it_is_loaded_all_the_same() -> None:
     bench = Bench("always", block_s=2.0)
     bench.fill()
