@@ -279,11 +279,11 @@ class Audit(RequestFeature):
 
     def why_computed(self, state: RequestState) -> Withheld | None:
         audit = self._states.get(state)
-        if audit is None or not audit.is_computed:
+        if audit is None or audit.arm is Arm.LOADED:
             return None
-        if audit.arm is Arm.STOPPED:
-            return LOADS_STOPPED
-        return AUDITED if audit.is_searched else UNDECIDED
+        if audit.arm is Arm.AUDITED:
+            return AUDITED if audit.is_searched else UNDECIDED
+        return LOADS_STOPPED if audit.arm is Arm.STOPPED else None
 
     def resume(self) -> bool:
         """Load hits again; return whether loading was stopped."""
