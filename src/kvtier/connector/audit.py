@@ -42,11 +42,10 @@ from kvtier.connector.features import UNDECIDED, RequestFeature, Withheld
 from kvtier.connector.groups import make_group_layouts
 from kvtier.connector.jobs import JobKind, OpenTransfer, TransferJobs
 from kvtier.connector.planning import PinnedBlock, count_tokens_by_tier, find_computed, iterate_load_keys
-from kvtier.connector.prefix_search import split_by_need
+from kvtier.connector.prefix_search import PrefixSearch, split_by_need
 from kvtier.connector.protocols import SchedulerOutput
 from kvtier.connector.request_records import RequestRecords
 from kvtier.connector.request_state import RequestState
-from kvtier.connector.search import PrefixSearch
 from kvtier.cpu.common import AuditLoadStoreSpec, CPULoadStoreSpec
 from kvtier.errors import BlockNotReadyError
 from kvtier.misses import HOST_ORIGIN, Miss, MissCause

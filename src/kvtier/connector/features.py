@@ -7,7 +7,7 @@ engine brings along, control. A hook that no feature overrides is a loop over no
 A request passes the hooks in this order; those in brackets once for each search, the others once, unless the engine
 pre-empts it:
 
-    on_arrived  [withholds  limit  shorten]  on_begun  on_pinned  on_stored ...  on_finished
+    on_arrived  [withholds  limit  shorten]  on_begun  on_pinned  on_load_ended  on_stored ...  on_finished
 
 and a step ``plan_step``, ``on_step_end``, ``on_report``.
 """
@@ -98,6 +98,9 @@ class RequestFeature:
     def on_stored(self, state: RequestState, keys: Collection[OffloadKey]) -> None:
         """Receive the blocks of a store that was planned: they were held nowhere before."""
 
+    def on_load_ended(self, job: OpenTransfer) -> None:
+        """Receive the end of a load, well or badly; its request may have finished."""
+
     def on_report(self, report: OffloadingWorkerMetadata | None, ended_jobs: Sequence[OpenTransfer]) -> None:
         """Receive what the workers report of a step, when the manager knows of the jobs that have ended.
 
@@ -184,6 +187,7 @@ class Hooks:
         default_factory=list
     )
     on_stored: list[Callable[[RequestState, Collection[OffloadKey]], None]] = field(default_factory=list)
+    on_load_ended: list[Callable[[OpenTransfer], None]] = field(default_factory=list)
     on_report: list[Callable[[OffloadingWorkerMetadata | None, Sequence[OpenTransfer]], None]] = field(
         default_factory=list
     )

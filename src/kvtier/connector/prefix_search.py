@@ -6,31 +6,19 @@ bound, window groups may lower it and are searched again until none does. The en
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvtier.base import OffloadingManager, OffloadKey, ReqContext
 from kvtier.connector.groups import GroupLayout
+from kvtier.connector.jobs import TransferJobs
+from kvtier.connector.planning import iterate_load_keys
+from kvtier.connector.request_state import FoundPrefix, RequestState
 
 LONE_BLOCK_TOKENS = 64
 """A last block shorter than this is not loaded alone, when the device holds everything before it: its request would
 wait for a further step of the engine, which costs more than so few tokens in a step that computes anyway. Zero delays
 such requests by a step; a large value computes whole blocks of 128 tokens that could be loaded."""
-
-
-class FoundPrefix(NamedTuple):
-    """The prefix that device memory and the tiers hold together.
-
-    Attributes:
-        end_token: its length: whole blocks of every group, or what the device holds when nothing can be loaded.
-        first_end_token: how far the full-attention group reaches that was searched first; beyond ``end_token`` another
-            group holds less.
-        short_group: index of the group that ended the prefix.
-    """
-
-    end_token: int
-    first_end_token: int
-    short_group: int
 
 
 class SearchGroups(NamedTuple):
@@ -47,6 +35,77 @@ class SearchGroups(NamedTuple):
     windows: tuple[GroupLayout, ...]
     common_tokens: int
     first: GroupLayout
+
+
+class PrefixSearch:
+    """Searches for the requests of one scheduler half: how far each can be loaded now. Used from one thread.
+
+    It looks up their blocks as far as the engine, the client and the features let them load. Blocks that are being
+    loaded for another request are waited for and not loaded twice.
+
+    Args:
+        layouts: the KV groups.
+        manager: which blocks are held.
+        jobs: the open jobs.
+        computes_last_token: whether the engine computes the last token of a prompt again that is loaded as a whole.
+        limits: how far features let a request load (``RequestFeature.limit``).
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[GroupLayout],
+        manager: OffloadingManager,
+        jobs: TransferJobs,
+        computes_last_token: bool,
+        limits: Sequence[Callable[[RequestState, int, int], int | None]],
+    ) -> None:
+        self._layouts = layouts
+        self._groups = split_by_need(layouts)
+        self._manager = manager
+        self._jobs = jobs
+        may_compute_last_token = all(layout.can_compute_last_token for layout in layouts)
+        self._computes_last_token = computes_last_token and may_compute_last_token
+        self._limits = limits
+
+    def find_end(self, state: RequestState, first_token: int) -> int | None:
+        """Return up to which token to load the request; None when it has to wait.
+
+        Args:
+            state: the request, its keys grown.
+            first_token: leading tokens that the device has.
+
+        Effects:
+            ``state.search``. The first end that is found renews the request's blocks.
+        """
+        if state.load.has_failed:
+            return first_token
+        # The engine needs a token to compute: without one there is no output to sample from.
+        max_end_token = state.request.num_tokens - 1
+        if self._computes_last_token:
+            max_end_token = find_max_end(self._groups, state.request.num_tokens, first_token)
+        search = state.search
+        search.max_end_token = max_end_token
+        if state.limits.max_load_tokens is not None:
+            max_end_token = min(max_end_token, state.limits.max_load_tokens)
+        for limit in self._limits:
+            limited = limit(state, first_token, max_end_token)
+            if limited is None:
+                return None
+            max_end_token = limited
+        found = search.found = find_loadable_end(
+            self._groups, self._manager, state.keys, first_token, max_end_token, state.context
+        )
+        if found is None:
+            return None
+        if self._jobs.loading and found.end_token > first_token:
+            wanted = iterate_load_keys(self._layouts, state.keys, first_token, found.end_token)
+            search.blocking_job = self._jobs.find_load_of(wanted)
+            if search.blocking_job is not None:
+                return None
+        if not search.is_touched:
+            search.is_touched = True
+            state.touch(self._manager, self._layouts, state.request.num_tokens)
+        return found.end_token
 
 
 def split_by_need(layouts: Sequence[GroupLayout]) -> SearchGroups:

@@ -19,14 +19,14 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from kvtier.base import OffloadingManager, OffloadKey
-from kvtier.connector.common import OffloadingWorkerMetadata, StopReason
+from kvtier.connector.common import StopReason
 from kvtier.connector.features import UNDECIDED, RequestFeature, Withheld
 from kvtier.connector.groups import GroupLayout
-from kvtier.connector.jobs import JobKind, OpenTransfer
+from kvtier.connector.jobs import OpenTransfer
 from kvtier.connector.metrics import add_tokens
-from kvtier.connector.prefix_search import FoundPrefix, SearchGroups, split_by_need
+from kvtier.connector.prefix_search import SearchGroups, split_by_need
 from kvtier.connector.protocols import Request
-from kvtier.connector.request_state import RequestState
+from kvtier.connector.request_state import FoundPrefix, RequestState
 from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.departed import DepartedBlocks
 from kvtier.misses import (
@@ -215,16 +215,15 @@ class RequestRecords(RequestFeature):
         else:
             self._begun[state] = self._end(state, begun, {}, None)
 
-    def on_report(self, report: OffloadingWorkerMetadata | None, ended_jobs: Sequence[OpenTransfer]) -> None:
-        for job in ended_jobs:
-            # A request's first load alone: what it was begun with.
-            begun = self._loading.pop(job.state, None) if job.kind is JobKind.LOAD else None
-            if begun is not None:
-                failure = LOAD_RESET if job.is_void else LOAD_FAILED if job.keys else LOAD_LOST
-                tokens_by_tier = job.state.load.tokens_by_tier
-                ended = self._end(job.state, begun, tokens_by_tier, failure if job.has_failed else None)
-                if job.state in self._begun:
-                    self._begun[job.state] = ended
+    def on_load_ended(self, job: OpenTransfer) -> None:
+        state = job.state
+        begun = self._loading.pop(state, None)
+        if begun is None:
+            return  # not its first load
+        failure = LOAD_RESET if job.is_void else LOAD_FAILED if job.keys else LOAD_LOST
+        ended = self._end(state, begun, state.load.tokens_by_tier, failure if job.has_failed else None)
+        if state in self._begun:
+            self._begun[state] = ended
 
     def record_of(self, state: RequestState) -> RequestRecord | None:
         """Return the record of a request that has not finished; None before its load has ended."""

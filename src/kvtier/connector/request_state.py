@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from kvtier.base import OffloadKey, ReqContext, TransferJobId, make_offload_keys
+from kvtier.base import OffloadingManager, OffloadKey, ReqContext, TransferJobId, make_offload_keys
 from kvtier.config import OffloadingConfig
 from kvtier.connector.groups import GroupLayout
-from kvtier.connector.prefix_search import FoundPrefix
 from kvtier.connector.protocols import Request, SchedulerOutput
 from kvtier.connector.request_limits import (
     NO_LIMITS,
@@ -34,6 +33,21 @@ from kvtier.hints.envelope import add_envelope
 from kvtier.tenants import NO_TENANT, Tenant, salt_hash
 
 logger = logging.getLogger(__name__)
+
+
+class FoundPrefix(NamedTuple):
+    """The prefix that device memory and the tiers hold together.
+
+    Attributes:
+        end_token: its length: whole blocks of every group, or what the device holds when nothing can be loaded.
+        first_end_token: how far the full-attention group reaches that was searched first; beyond ``end_token`` another
+            group holds less.
+        short_group: index of the group that ended the prefix.
+    """
+
+    end_token: int
+    first_end_token: int
+    short_group: int
 
 
 @dataclass(slots=True)
@@ -208,6 +222,11 @@ class RequestState:
             for layout, keys in zip(layouts, self.keys, strict=True)
         ]
         return [key for end, _, key in heapq.merge(*runs) if end <= end_token]
+
+    def touch(self, manager: OffloadingManager, layouts: Sequence[GroupLayout], end_token: int) -> None:
+        """Touch its blocks up to a token, the first most recent, so that its tail is evicted first."""
+        if keys := self.keys_by_position(layouts, end_token):
+            manager.touch(keys, self.context)
 
     def on_reset(self) -> None:
         """Start again with the primary tier empty; device blocks computed before must not be stored."""

@@ -1,9 +1,9 @@
 """The scheduler half: which requests wait, what is loaded for them, what is stored of them.
 
 It never blocks. ``protocols`` has the order of a step. Its decisions are in the modules beside this one: how much of a
-prefix can be loaded (search), which keys and device blocks a job moves (planning), what is in flight (jobs), whether
-transfers may start at all (handshake). What is optional is plugged in (features): whether a hit is worth its load
-(load_or_compute), which hits are computed to check them (audit), and what is recorded of requests.
+prefix can be loaded (prefix_search), which keys and device blocks a job moves (planning), what is in flight (jobs),
+whether transfers may start at all (handshake). What is optional is plugged in (features): whether a hit is worth its
+load (load_or_compute), which hits are computed to check them (audit), and what is recorded of requests.
 
 Source: the division follows vLLM's OffloadingConnectorScheduler as of May 2026.
 """
@@ -33,7 +33,7 @@ from kvtier.connector.jobs import JobKind, OpenTransfer, TransferJobs
 from kvtier.connector.load_or_compute import make_load_or_compute
 from kvtier.connector.metrics import SchedulerCounters, SearchMeter, TransferMeter, add_tokens
 from kvtier.connector.planning import count_tokens_by_tier, list_storable_blocks, offer_blocks, plan_load
-from kvtier.connector.prefix_search import maximal_prefix_lookup, sliding_window_lookup
+from kvtier.connector.prefix_search import PrefixSearch, maximal_prefix_lookup, sliding_window_lookup
 from kvtier.connector.protocols import (
     ConnectorOutput,
     DeviceBlocks,
@@ -43,7 +43,6 @@ from kvtier.connector.protocols import (
 from kvtier.connector.recording import Recording, RequestRecorder
 from kvtier.connector.request_records import RequestRecords
 from kvtier.connector.request_state import RequestState, follow_allocations, make_state_maker
-from kvtier.connector.search import PrefixSearch
 from kvtier.errors import BlockNotReadyError
 from kvtier.histogram import HistogramSnapshot
 from kvtier.log_limit import limit_log_lines
@@ -421,12 +420,14 @@ class OffloadingConnectorScheduler:
                 on_stored(state, plan.keys)
         if offers.plans:
             self.counters.store_jobs += len(offers.plans)
-            self.search.touch(state, storable[-1].end_token)
+            state.touch(self.manager, self.layouts, storable[-1].end_token)
 
     def _end_load(self, job: OpenTransfer) -> None:
         state = job.state
         if job.keys:
             self.manager.complete_load(job.keys, state.context)
+        for on_load_ended in self._hooks.on_load_ended:
+            on_load_ended(job)
         if job.has_failed:
             logger.warning("request %s: its load failed, it is computed", state.context.req_id)
             state.load.has_failed = True
@@ -434,4 +435,4 @@ class OffloadingConnectorScheduler:
             return
         add_tokens(self.counters.loaded_tokens, state.load.tokens_by_tier)
         if self._requests.get(state.context.req_id) is state:
-            self.search.touch(state, state.request.num_tokens)
+            state.touch(self.manager, self.layouts, state.request.num_tokens)
