@@ -95,6 +95,9 @@ class Witness(RequestFeature):
     def on_stored(self, state: RequestState, keys: Collection[OffloadKey]) -> None:
         self.note(f"on_stored {len(keys)}")
 
+    def on_load_ended(self, job: OpenTransfer) -> None:
+        self.note(f"on_load_ended {job.has_failed}")
+
     def on_report(self, report: OffloadingWorkerMetadata | None, ended_jobs: Sequence[OpenTransfer]) -> None:
         self.note(f"on_report {report is not None} {[job.kind.value for job in ended_jobs]}")
 
@@ -178,6 +181,7 @@ def test_the_hooks_of_a_request_and_of_its_steps_come_in_their_order() -> None:
         "plan_step 0 0",
         "manager.end_step",
         "on_step_end",
+        "on_load_ended False",
         "on_report True ['load']",
         "on_finished b UNKNOWN False",
         "manager.request_finished",

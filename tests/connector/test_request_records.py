@@ -281,7 +281,7 @@ def test_what_one_group_holds_and_another_does_not_is_group_short() -> None:
     state = half._requests["a"]
     half.records.on_begun(state, 4)
     state.load.tokens_by_tier = {"CPU": 4}
-    half.records.on_report(None, [OpenTransfer(TransferJobId(0), JobKind.LOAD, state, [], 0, [])])
+    half.records.on_load_ended(OpenTransfer(TransferJobId(0), JobKind.LOAD, state, [], 0, []))
 
     short = Miss(MissCause.GROUP_SHORT, "", {"group": 1, "cause": "never_seen"})
     (record,) = half.records.latest

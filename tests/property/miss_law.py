@@ -15,9 +15,8 @@ from kvtier.base import OffloadKey, ReqContext, TransferJobId
 from kvtier.connector.groups import GroupLayout
 from kvtier.connector.jobs import JobKind, OpenTransfer
 from kvtier.connector.planning import count_tokens_by_tier
-from kvtier.connector.prefix_search import FoundPrefix
 from kvtier.connector.request_records import RequestRecords
-from kvtier.connector.request_state import RequestState, make_request_state
+from kvtier.connector.request_state import FoundPrefix, RequestState, make_request_state
 from kvtier.misses import NEVER_SEEN, Miss, MissCause, NotStored, RequestRecord
 from kvtier.testing.tier_suite import key_of
 
@@ -71,7 +70,7 @@ class MissLaw:
         state.load.tokens_by_tier = count_tokens_by_tier(LAYOUTS, state.keys, promoted, 0, num_tokens)
         if num_loaded:
             keys = state.keys[0][:num_loaded]
-            self._records.on_report(None, [OpenTransfer(TransferJobId(0), JobKind.LOAD, state, keys, 0, [])])
+            self._records.on_load_ended(OpenTransfer(TransferJobId(0), JobKind.LOAD, state, keys, 0, []))
         record = self._records.latest[-1]
         for run in record.missed:
             if run.miss.cause is not MissCause.PARTIAL_BLOCK:
