@@ -52,13 +52,13 @@ MUTANTS = (
     ),
     Mutant(
         "a request loads again after a failed load",
-        "connector/scheduler.py",
-        "        if state.load.has_failed:\n            return num_local_tokens\n",
+        "connector/prefix_search.py",
+        "        if state.load.has_failed:\n            return first_token\n",
         "",
     ),
     Mutant(
         "the last token of a prompt is loaded too",
-        "connector/scheduler.py",
+        "connector/prefix_search.py",
         "max_end_token = state.request.num_tokens - 1",
         "max_end_token = state.request.num_tokens",
     ),

@@ -13,7 +13,7 @@ from tests.storm.laws import BrokenLawError
 from tests.storm.secrecy import PlainBytes, StormRing, forge
 from tests.storm.tenancy import UNLIMITED, HostWatch, Tenancy
 
-from kvtier.base import OffloadKey, make_offload_key
+from kvtier.base import OffloadKey, ReqContext, make_offload_key
 from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.departed import HostDeparture
 from kvtier.tenants import parse_tenants, tenant_number
@@ -114,8 +114,8 @@ def test_a_tenant_that_pays_for_one_beyond_its_quota_is_seen(
 class _AgelessManager(CPUOffloadingManager):
     """Finds what is over."""
 
-    def is_over(self, key: OffloadKey) -> bool:
-        return False
+    def find(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        return self.table.is_ready(key)
 
 
 def test_a_block_that_is_found_beyond_its_time_is_seen() -> None:
