@@ -226,8 +226,9 @@ TIER_HEALTH = (
     counter(
         "kvtier_tier_failed_blocks",
         TIER + f"{{cause:{FAILURE_CAUSES}}}",
-        "Blocks that the tier was asked for and did not load: `absent` (evicted meanwhile), `damaged` (checksum or "
-        "authentication refused it), `foreign` (written by another format or model), `io_error`, `timeout`.",
+        "Blocks that the tier was asked for and did not load: `absent` (evicted, expired or replaced meanwhile), "
+        "`damaged` (wrong length, key, checksum or authentication), `foreign` (written by another format or model), "
+        "`io_error`, `timeout`.",
         "blocks",
     ),
     counter("kvtier_tier_store_errors", TIER + "store_errors", "Blocks whose write failed.", "blocks"),
