@@ -15,7 +15,8 @@ PAGE = Path("docs/reference/metrics.md")
 HEAD = """# Metrics
 
 Every metric family of kvtier. This page is made from its declaration (`kvtier.observe.metrics`, for tiers
-`kvtier.observe.tier_metrics`) by `python -m scripts.metrics_page`. [Monitoring](../guide/monitoring.md) says which of them to look at.
+`kvtier.observe.tier_metrics`) by `python -m scripts.metrics_page`.
+[Monitoring](../guide/monitoring.md) says which of them to look at.
 
 **Names.** The first column is the name on the page of kvtier's own exporter. vLLM's page has the same, but for the
 families with a second name below: those mean exactly what a family of vLLM's own offloading means, and carry its name
