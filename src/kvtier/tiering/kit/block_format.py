@@ -5,6 +5,7 @@ the store a block is its ``OffloadKey`` everywhere; a name is what stands in a p
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
@@ -33,13 +34,11 @@ class BlockFormat(ABC):
 
     Attributes:
         is_encrypted: whether payloads are encrypted, so that ``seal`` needs scratch memory.
+        name: returns what the tier calls the block of a key; an attribute, because it is called several times a block.
     """
 
     is_encrypted: ClassVar[bool]
-
-    @abstractmethod
-    def name(self, key: OffloadKey) -> BlockName:
-        """Return what the tier calls the block of ``key``."""
+    name: Callable[[OffloadKey], BlockName]
 
     @abstractmethod
     def key(self, name: BlockName) -> OffloadKey:
@@ -98,10 +97,7 @@ class PlainFormat(BlockFormat):
     def __init__(self, namespace_digest: bytes) -> None:
         self._digest = namespace_digest
         # No frame of Python for each block of a tier that does not encrypt: bytes of bytes are the same object.
-        self.name = bytes  # type: ignore[method-assign,assignment]
-
-    def name(self, key: OffloadKey) -> BlockName:
-        return key
+        self.name = bytes
 
     def key(self, name: BlockName) -> OffloadKey:
         return OffloadKey(name)

@@ -126,13 +126,10 @@ class EncryptedFormat(BlockFormat):
         self.digest = derive_key(living.ring.names_secret, None, NAMESPACE_PURPOSE + plain_digest)
         self._namespace = self.digest[:NAMESPACE_BYTES]
         names = BlockNames(living.ring.names_secret, self._namespace)
-        self.name = names.name  # type: ignore[method-assign]  # a frame less for each of several calls a block
+        self.name = names.name
         self._names = names
         self._lock = threading.Lock()
         self._keys = self._derive_keys()
-
-    def name(self, key: OffloadKey) -> BlockName:
-        return self._names.name(key)
 
     def key(self, name: BlockName) -> OffloadKey:
         return self._names.key(name)
