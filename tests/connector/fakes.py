@@ -231,6 +231,6 @@ def block_ids_of(spec: LoadStoreSpec) -> list[int]:
     return [int(block_id) for block_id in spec.block_ids]
 
 
-def keys_of(tokens: list[int]) -> list[OffloadKey]:
-    """Return the keys of the full blocks of ``tokens``."""
-    return [make_offload_key(block_hash, 0) for block_hash in hash_tokens(tokens)]
+def keys_of(tokens: list[int], group_idx: int = 0) -> list[OffloadKey]:
+    """Return the keys of the full blocks of ``tokens`` in one group."""
+    return [make_offload_key(block_hash, group_idx) for block_hash in hash_tokens(tokens)]

@@ -5,6 +5,7 @@ from dataclasses import fields
 
 import pytest
 from tests.connector.fakes import (
+    HASH_TOKENS,
     FakeBlocks,
     FakeRegionSpec,
     FakeRequest,
@@ -17,6 +18,7 @@ from tests.connector.fakes import (
 )
 
 from kvtier.base import OffloadKey, ReqContext
+from kvtier.config import GroupKind, KVGroup
 from kvtier.connector import ConnectorRole, OffloadingConnector
 from kvtier.connector.common import OffloadingConnectorMetadata, OffloadingWorkerMetadata, StopReason
 from kvtier.connector.features import Hooks, RequestFeature, StepControl, Withheld
@@ -262,6 +264,8 @@ class Fixed(RequestFeature):
         (Fixed(limit=lambda _: 11), (8, True), 2),
         (Fixed(limit=lambda _: None), (None, False), 0),
         (Fixed(shorten=lambda _: 4), (4, True), 4),
+        (Fixed(shorten=lambda _: 11), (8, True), 4),
+        (Fixed(shorten=lambda _: 3), (0, False), 4),
     ],
 )
 def test_what_features_decide_is_the_answer(
@@ -273,6 +277,30 @@ def test_what_features_decide_is_the_answer(
 
     assert half.get_num_new_matched_tokens(FakeRequest("a", PROMPT), 0) == answer
     assert len(manager.asked) == num_asked
+
+
+@pytest.mark.parametrize(
+    ("window", "answer"),
+    [
+        ([True, True, True, True], (8, True)),
+        ([False, False, True, True], (0, False)),  # the tail of the whole prefix is not that of a shorter one
+        ([True, False, True, True], (4, True)),
+        ([True, None, True, True], (None, False)),
+    ],
+)
+def test_a_shorter_prefix_is_loaded_only_with_its_own_window(
+    window: list[bool | None], answer: tuple[int | None, bool]
+) -> None:
+    groups = (
+        KVGroup(HASH_TOKENS, ("full",), 64),
+        KVGroup(HASH_TOKENS, ("window",), 64, GroupKind.WINDOW, window_tokens=8),
+    )
+    manager = TableManager(HELD | dict(zip(keys_of(PROMPT, 1), window, strict=True)))
+    half = OffloadingConnectorScheduler(
+        FakeSpec(make_config(groups=groups), manager), features=[lambda _: Fixed(shorten=lambda _: 8)]
+    )
+
+    assert half.get_num_new_matched_tokens(FakeRequest("a", PROMPT), 0) == answer
 
 
 def test_each_feature_sees_what_the_one_before_it_has_left() -> None:

@@ -30,10 +30,12 @@ class Withheld:
 
     Attributes:
         miss: the cause, as the request's record names it.
-        tokens_by_tier: how many of the tokens that are held in each tier are not loaded, by medium or type of the tier;
-            empty: all that was found.
-        first_token: where those of ``tokens_by_tier`` begin; None: behind what was found.
-        is_unsearched: whether nothing was searched, so that the cause is that of all tokens, held or not.
+        tokens_by_tier: how many tokens of each tier are not loaded, by medium or type of the tier. Empty: the cause is
+            that of all tokens between those loaded and the end of what the search has found, as after ``shorten``.
+        first_token: where those of ``tokens_by_tier`` begin; None: where what the search has found ends, as after
+            ``limit``, which keeps the search from finding them.
+        is_unsearched: whether nothing was searched, as after ``withholds``: the cause is that of all tokens, also of
+            those that are held nowhere.
     """
 
     miss: Miss
@@ -68,12 +70,17 @@ class RequestFeature:
         Args:
             state: the request, its keys grown.
             first_token: leading tokens that the device has.
-            end_token: the largest answer that counts.
+            end_token: where the search would end: the end of the prompt, or what a feature before this one allows.
         """
         return end_token
 
     def shorten(self, state: RequestState, first_token: int, end_token: int) -> int:
-        """Return up to which token to load, between both; called when a search has its final answer."""
+        """Return up to which token to load, between both, ends included; called when a search has its final answer.
+
+        The half loads whole blocks up to there. For groups that need only a tail of the prefix, such as sliding
+        windows, it looks up the tail of the shorter prefix; the request may have to wait for that, and is searched
+        again.
+        """
         return end_token
 
     def on_begun(self, state: RequestState, num_loaded_tokens: int) -> None:
@@ -126,13 +133,17 @@ class RequestFeature:
         """
 
     def on_dropped(self, req_id: str) -> None:
-        """Receive the end of a request that was never searched."""
+        """Receive the end of a request that never came to a search, so that no other hook has named it."""
 
     def on_reset(self) -> None:
         """Receive a reset, before the manager forgets its blocks."""
 
     def why_computed(self, state: RequestState) -> Withheld | None:
-        """Return why the feature has kept a request from loading; None: it has not. Called for the request's record."""
+        """Return why the feature has kept a request from loading; None: it has not.
+
+        The records call this when the engine begins the request, before they and later features get ``on_begun``. Of
+        several features with an answer of one kind the first stands.
+        """
         return None
 
     def stats(self) -> dict[str, float]:

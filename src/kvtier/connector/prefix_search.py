@@ -107,6 +107,19 @@ class PrefixSearch:
             state.touch(self._manager, self._layouts, state.request.num_tokens)
         return found.end_token
 
+    def find_shorter(self, state: RequestState, first_token: int, end_token: int) -> int | None:
+        """Return up to which token to load the request, at most to one before what was found; None: it has to wait.
+
+        A shorter prefix ends with whole blocks too, and groups that need only a tail need another one for it.
+        """
+        if self._groups.windows and end_token > first_token:
+            found = find_loadable_end(
+                self._groups, self._manager, state.keys, first_token, end_token, state.context
+            )
+            return None if found is None else found.end_token
+        common_tokens = self._groups.common_tokens
+        return max(first_token, end_token // common_tokens * common_tokens)
+
 
 def split_by_need(layouts: Sequence[GroupLayout]) -> SearchGroups:
     """Return the groups that need a whole prefix, and those that need only its tail. Pure."""

@@ -364,11 +364,15 @@ class OffloadingConnectorScheduler:
         for withholds in self._hooks.withholds:
             if withholds(state):
                 return first_token
-        end_token = self.search.find_end(state, first_token)
-        if end_token is not None:
-            for shorten in self._hooks.shorten:
-                end_token = shorten(state, first_token, end_token)
-        return end_token
+        found_end = self.search.find_end(state, first_token)
+        if found_end is None:
+            return None
+        end_token = found_end
+        for shorten in self._hooks.shorten:
+            end_token = shorten(state, first_token, end_token)
+        return (
+            found_end if end_token >= found_end else self.search.find_shorter(state, first_token, end_token)
+        )
 
     def _begin_load(self, state: RequestState, blocks: DeviceBlocks, num_external_tokens: int) -> None:
         request = state.request
