@@ -7,11 +7,17 @@ circuit breaker.
 
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 
 from kvtier.errors import TierError
 
 logger = logging.getLogger(__name__)
+
+MAX_REASONS = 64
+SAID_S = 600.0
+"""Reasons for failing blobs that are remembered, and seconds until the log repeats one. Shorter fills the log where a
+server refuses every value; longer hides that it still does."""
 
 
 class OutageLog:
@@ -55,6 +61,43 @@ class OutageLog:
             has_ended = was_failing and not self._failing
         if has_ended:
             logger.warning("%s works again", self._where)
+
+
+class FailureLog:
+    """One line for each reason for which blobs fail, repeated after ten minutes at the earliest.
+
+    Mutable are the reasons, each with the time of its line. ``_lock`` guards them.
+
+    Args:
+        tier: type of the tier.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, tier: str, clock: Callable[[], float]) -> None:
+        self._tier = tier
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._said_s: OrderedDict[str, float] = OrderedDict()
+
+    def on_failure(self, verb: str, name: str, num_bytes: int, words: str) -> None:
+        """Log that a blob was not stored or loaded, with its size and the server's words, unless that was said."""
+        reason, now_s = f"{verb} {words}", self._clock()
+        with self._lock:
+            said_s = self._said_s.get(reason)
+            if said_s is not None and now_s - said_s < SAID_S:
+                return
+            self._said_s[reason] = now_s
+            self._said_s.move_to_end(reason)
+            if len(self._said_s) > MAX_REASONS:
+                self._said_s.popitem(last=False)
+        logger.warning(
+            "tier %s: %s of %d bytes was not %s: %s (others that fail for this reason are counted only)",
+            self._tier,
+            name,
+            num_bytes,
+            verb,
+            words,
+        )
 
 
 class BackendHealth:

@@ -1,17 +1,24 @@
-"""What a client's error means, in words of our own.
+"""What a client's error means: what is to blame, in words of our own.
 
 It repeats nothing that the client or the server said but an error code: both quote requests, and a request may carry
 an access key or a signed address.
 """
 
 import re
+from enum import Enum
+from typing import NamedTuple
 
 from kvtier.errors import MissingExtraError
 from kvtier.tiering.obj.settings import ObjSettings
 from kvtier.tiering.obj.target import Service
 
 try:
-    from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
+    from obstore.exceptions import (
+        AlreadyExistsError,
+        PermissionDeniedError,
+        PreconditionError,
+        UnauthenticatedError,
+    )
 except ImportError as error:
     raise MissingExtraError("obstore", "obj") from error
 
@@ -42,11 +49,74 @@ METADATA_MARKS = ("/latest/api/token", "/latest/meta-data", "metadata.google.int
 BEYOND_END_MARKS = ("status code: 416 ", "Wanted range starting at", "Requested range was invalid")
 """How servers, memory and directories say that an object ends before the range begins."""
 
+VALUE_CODES = frozenset({"InvalidObjectState"})
+"""Codes of refusals that look like missing rights and are about one object, here one in a slow class of storage."""
+
+ROOM_MARKS = (
+    "status code: 507 ",
+    "InsufficientStorage",
+    "QuotaExceeded",
+    "StorageFull",
+    "No space left on device",
+)
+"""How stores say that there is no room."""
+
+CONFLICT = 409
+HELD_CODES = frozenset({"BlobAlreadyExists"})
+"""What a conflict means where an object of that name is there; any other is a second writer, a lock or a retention."""
+
+BUSY_STATUSES = frozenset({408, 425, 429})
+"""Statuses that ask for another try, and say nothing about the value."""
+
 MAX_SEARCHED_CHARS = 65_536
 """Characters of a client's error that are searched: a store's own answer has some hundred."""
 
 _CODE = re.compile(r"<Code>([A-Za-z]{1,64})</Code>")
 _STATUS = re.compile(r"status code: ([1-5][0-9]{2}) ")
+
+
+class Blame(Enum):
+    """What a failure speaks against: the object, the room in the store, the store, our access, or the way there."""
+
+    VALUE = "value"
+    ROOM = "room"
+    NODE = "node"
+    ACCESS = "access"
+    AWAY = "away"
+
+
+class Failure(NamedTuple):
+    """Why a request has failed.
+
+    Attributes:
+        blame: what it speaks against.
+        words: the server's status and code, or ours for the reason.
+        text: what happened and what to do.
+    """
+
+    blame: Blame
+    words: str
+    text: str
+
+
+def judge(error: Exception, settings: ObjSettings) -> Failure:
+    """Return what a client's error means. Pure."""
+    text = _text_of(error)
+    return Failure(_blame_of(error, text), _words_of(error, text), explain(error, settings))
+
+
+def is_held(error: Exception) -> bool:
+    """Return whether a write was refused because there is an object of that name. Pure."""
+    if not isinstance(error, AlreadyExistsError | PreconditionError):
+        return False
+    text = _text_of(error)
+    return _status_of(text) != CONFLICT or _code_of(text) in HELD_CODES
+
+
+def has_no_condition(error: Exception) -> bool:
+    """Return whether a server says that it does not know conditional writes. Pure."""
+    text = _text_of(error)
+    return _status_of(text) == 501 or _code_of(text) == "NotImplemented"
 
 
 def is_bucket_missing(error: Exception) -> bool:
@@ -76,8 +146,7 @@ def explain(error: Exception, settings: ObjSettings) -> str:
     text = _text_of(error)
     name = _name_of(settings)
     code = _code_of(text)
-    status = _STATUS.search(text)
-    said = " ".join(word for word in (status[1] if status else "", code or "") if word)
+    said = _said_by(text)
     remedy = f"check {CREDENTIALS_OF.get(settings.target.service, 'permissions')}"
     if any(mark in text for mark in METADATA_MARKS):
         return f"no credentials for {name} in the environment: {remedy}"
@@ -89,13 +158,43 @@ def explain(error: Exception, settings: ObjSettings) -> str:
     if is_unanswered(error):
         reason = next((ours for theirs, ours in CONNECTION_REASONS if theirs in text), "no connection")
         return f"{name} cannot be reached ({reason}): check url, endpoint, network and timeout_s"
+    return f"{name} has failed ({_words_of(error, text)}): see the store's own log"
+
+
+def _blame_of(error: Exception, text: str) -> Blame:
+    status = _status_of(text)
+    if is_unanswered(error):
+        return Blame.AWAY
+    if any(mark in text for mark in ROOM_MARKS):
+        return Blame.ROOM
+    if _code_of(text) in VALUE_CODES:
+        return Blame.VALUE
+    is_refused = isinstance(error, PermissionDeniedError | UnauthenticatedError | FileNotFoundError)
+    if is_refused or any(mark in text for mark in METADATA_MARKS) or (status is not None and status < 400):
+        return Blame.ACCESS
+    is_of_value = status is not None and status < 500 and status not in BUSY_STATUSES
+    return Blame.VALUE if is_of_value else Blame.NODE
+
+
+def _words_of(error: Exception, text: str) -> str:
     reason = next((ours for theirs, ours in CONNECTION_REASONS if theirs in text), type(error).__name__)
-    return f"{name} has failed ({said or reason}): see the store's own log"
+    return _said_by(text) or reason
+
+
+def _said_by(text: str) -> str:
+    """Return the status and the code of a server's answer, empty where there was none."""
+    status = _STATUS.search(text)
+    return " ".join(word for word in (status[1] if status else "", _code_of(text) or "") if word)
 
 
 def _text_of(error: Exception) -> str:
     # The client puts the whole answer into it, which a server may make as long as it likes.
     return str(error)[:MAX_SEARCHED_CHARS]
+
+
+def _status_of(text: str) -> int | None:
+    found = _STATUS.search(text)
+    return None if found is None else int(found[1])
 
 
 def _name_of(settings: ObjSettings) -> str:

@@ -6,38 +6,23 @@ that carries some is refused without being repeated.
 
 import re
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 
 from kvtier.errors import ConfigError
-from kvtier.settings import flag, seconds, setting, size_bytes, text, whole
-from kvtier.tiering.kit.lifetime import TTL
+from kvtier.settings import choice, flag, setting, text
+from kvtier.tiering.kit.blobs.settings import BlobSettings
 from kvtier.tiering.obj.target import Service, StoreTarget, parse_server, parse_target, parse_url
 
 DEFAULT_PREFIX = "kvtier"
 
-DEFAULT_NUM_THREADS = 16
-"""Requests in flight. A store far away answers each of them slowly and many at once: fewer leave the link idle, many
-more hold as many blocks in buffers of the client."""
 
-DEFAULT_TIMEOUT_S = 5.0
-"""Seconds for a request from its start to the last byte. Shorter fails large blocks on a slow link; longer keeps slots
-and threads that much longer when a server hangs."""
+class ConditionalPut(Enum):
+    """Whether the store is asked to write only where nothing is: tried once, always, or never."""
 
-MAX_THREADS = 128
-MIN_CAPACITY_BLOCKS = 64
-"""Blocks below which capacity cannot be kept by passes over a listing that each free an eighth."""
-
-
-def parse_timeout(name: str, value: object) -> float:
-    """Return the seconds for a request. Pure.
-
-    Raises:
-        ConfigError: not a number of seconds above zero.
-    """
-    timeout_s = seconds(name, value)
-    if timeout_s == 0:
-        raise ConfigError(name, value, "must be above zero: no request ends at once")
-    return timeout_s
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
 
 
 def parse_region(name: str, value: object) -> str:
@@ -62,8 +47,8 @@ def parse_ca_file(name: str, value: object) -> Path:
     return Path(value)
 
 
-@dataclass(frozen=True, slots=True)
-class ObjSettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjSettings(BlobSettings):
     """What the user set for the tier; each field says what it is.
 
     Attributes:
@@ -84,32 +69,6 @@ class ObjSettings:
         default=DEFAULT_PREFIX,
         metadata=setting(text, "prefix of all names, so that a bucket may hold other objects"),
     )
-    capacity_bytes: int | None = field(
-        default=None,
-        metadata=setting(
-            size_bytes,
-            "left to the store's own lifecycle rules; a number, at least 64 blocks, makes kvtier delete the oldest in "
-            "bulk",
-            unit="bytes",
-        ),
-    )
-    ttl_s: float | None = field(default=None, metadata=TTL)
-    timeout_s: float = field(
-        default=DEFAULT_TIMEOUT_S,
-        metadata=setting(
-            parse_timeout,
-            "for one request up to its last byte; connecting may take one second of it",
-            unit="seconds",
-        ),
-    )
-    num_threads: int = field(
-        default=DEFAULT_NUM_THREADS,
-        metadata=setting(
-            whole(1, MAX_THREADS),
-            "requests in flight: a single connection to a store is slow",
-            unit=f"1 to {MAX_THREADS}",
-        ),
-    )
     endpoint: str | None = field(
         default=None,
         metadata=setting(
@@ -128,6 +87,14 @@ class ObjSettings:
             parse_ca_file, "the system's certificates; a PEM file adds others", unit="absolute path"
         ),
     )
+    conditional_put: ConditionalPut = field(
+        default=ConditionalPut.AUTO,
+        metadata=setting(
+            choice(ConditionalPut),
+            "tried once; a server that does not know `If-None-Match` (501) is asked before each store whether the "
+            'block is there, as with `"never"`; `"always"` fails there',
+        ),
+    )
     target: StoreTarget = field(init=False)
 
     def __post_init__(self) -> None:
@@ -138,26 +105,10 @@ class ObjSettings:
             raise ConfigError("endpoint", self.endpoint, remedy)
         if target.service is not Service.S3 and self.region is not None:
             raise ConfigError("region", self.region, "has a meaning for s3:// only: leave it out")
-        for name in ("capacity_bytes", "ttl_s"):
-            if target.service is Service.HTTP and getattr(self, name) is not None:
-                remedy = "cannot be kept where nothing can be listed: leave it out, or use the server's own life cycle"
-                raise ConfigError(name, getattr(self, name), remedy)
         if self.endpoint is not None:
             server = parse_server("endpoint", self.endpoint, is_http_allowed=self.allow_http)
             object.__setattr__(self, "endpoint", server)
         require_tls(self.ca_file, self.endpoint or self.url)
-
-    def list_reach(self) -> dict[str, object]:
-        """Return the settings that it takes to reach the objects, without those that have their default. Pure."""
-        default = {
-            "prefix": DEFAULT_PREFIX,
-            "endpoint": None,
-            "region": None,
-            "allow_http": False,
-            "ca_file": None,
-        }
-        reach = {name: getattr(self, name) for name, value in default.items() if getattr(self, name) != value}
-        return {"url": self.url, **reach}
 
 
 def require_tls(ca_file: Path | None, server: str) -> None:
@@ -169,15 +120,3 @@ def require_tls(ca_file: Path | None, server: str) -> None:
     if ca_file is not None and server.startswith(("http:", "file:", "memory:")):
         remedy = "has no effect without TLS: use https://, or leave it out"
         raise ConfigError("ca_file", str(ca_file), remedy)
-
-
-def require_capacity(settings: ObjSettings, block_bytes: int) -> None:
-    """Refuse a capacity that cannot be kept.
-
-    Raises:
-        ConfigError: it is too small; the message has the least.
-    """
-    capacity_bytes = settings.capacity_bytes
-    if capacity_bytes is not None and capacity_bytes < MIN_CAPACITY_BLOCKS * block_bytes:
-        remedy = f"must be at least {MIN_CAPACITY_BLOCKS} blocks of {block_bytes} bytes, or left out"
-        raise ConfigError("capacity_bytes", capacity_bytes, remedy)

@@ -1,15 +1,14 @@
-"""Which objects leave where tenants have quotas: first those that bring a tenant beyond its own, its oldest first.
+"""Which blobs leave where tenants have quotas: first those that bring a tenant beyond its own, its oldest first.
 
-Every pass of the evictor lists all objects, and each name tells its tenant. So the sums are what the bucket holds, and
+Every pass of the evictor lists all blobs, and each name tells its tenant. So the sums are what the backend holds, and
 a pass that a crash has cut off is made good by the next.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from kvtier.base import OffloadKey, get_offload_tenant
-from kvtier.errors import ConfigError
+from kvtier.tiering.kit.blobs.contract import BlobNames, Listed
 from kvtier.tiering.kit.quota_counts import (
     MAX_VICTIMS,
     Candidate,
@@ -19,18 +18,13 @@ from kvtier.tiering.kit.quota_counts import (
     plan_shares,
 )
 from kvtier.tiering.kit.quota_keeper import TenantNames
-from kvtier.tiering.obj.client import Listed
-from kvtier.tiering.obj.settings import ObjSettings
-from kvtier.tiering.obj.target import Service
-
-NAMESPACE_CHARS = 32
 
 
 class Victims(NamedTuple):
     """What leaves in one round of a pass.
 
     Attributes:
-        listed: the objects.
+        listed: the blobs.
         is_all: False where one round cannot take everything that is beyond quotas.
     """
 
@@ -38,12 +32,12 @@ class Victims(NamedTuple):
     is_all: bool
 
 
-class ObjQuotas:
-    """The tenants of objects. Its evictor's thread lists and plans, any other counts.
+class BlobQuotas:
+    """The tenants of blobs. Its evictor's thread lists and plans, any other counts.
 
     Args:
         counts: what tenants keep.
-        root: what the names of objects begin with.
+        blob_names: tells what a name is of.
         is_bound: whether quotas are kept however much room there is, as there is no capacity.
 
     Attributes:
@@ -51,11 +45,11 @@ class ObjQuotas:
         is_bound: as given.
     """
 
-    def __init__(self, counts: QuotaCounts, root: str, *, is_bound: bool) -> None:
+    def __init__(self, counts: QuotaCounts, blob_names: BlobNames, *, is_bound: bool) -> None:
         self.names = TenantNames()
         self.is_bound = is_bound
         self._counts = counts
-        self._num_skipped = len(root) + 1 if root else 0
+        self._blob_names = blob_names
         self._found = TenantSums()
 
     @property
@@ -68,7 +62,7 @@ class ObjQuotas:
         self._counts.on_stored(keys, block_bytes)
 
     def counted(self, listing: Iterable[Listed]) -> Iterator[Listed]:
-        """Pass on our own objects of a listing, and count each for its tenant."""
+        """Pass on our own blobs of a listing, and count each for its tenant."""
         found = self._found = self._counts.begin_listing()  # an object of its own for each listing
         for listed in listing:
             found.add_found(self._key_of(listed), listed.num_bytes)
@@ -85,31 +79,31 @@ class ObjQuotas:
         """Return what leaves: what is over, then what is beyond quotas, then what is oldest.
 
         Args:
-            oldest: of all objects.
+            oldest: of all blobs.
             over: those of them whose time to live is over.
             excess_bytes: what must leave for the capacity.
-            list_again: lists all objects.
+            list_again: lists all blobs.
         """
-        chosen = {listed.path: listed for listed in over}
+        chosen = {listed.name: listed for listed in over}
         needed_bytes = excess_bytes - sum(listed.num_bytes for listed in over)
         excesses = self._excesses_without(over)
         wanted_bytes = sum(excesses.values()) if self.is_bound else min(needed_bytes, sum(excesses.values()))
         round_bytes = min(wanted_bytes, MAX_VICTIMS * self._found.mean_bytes())
         for victim in self._choose(chosen, plan_shares(excesses, round_bytes), list_again):
-            chosen[victim.path] = victim
+            chosen[victim.name] = victim
             needed_bytes -= victim.num_bytes
         if round_bytes < wanted_bytes:
             return Victims(list(chosen.values()), is_all=False)
         for listed in oldest:
             if needed_bytes <= 0:
                 break
-            if listed.path not in chosen:
-                chosen[listed.path] = listed
+            if listed.name not in chosen:
+                chosen[listed.name] = listed
                 needed_bytes -= listed.num_bytes
         return Victims(list(chosen.values()), is_all=len(chosen) < MAX_VICTIMS)
 
     def on_removed(self, removed: Iterable[Listed]) -> None:
-        """Uncount objects that were removed."""
+        """Uncount blobs that were removed."""
         for listed in removed:
             number = self._number_of(listed)
             if number is not None:
@@ -141,9 +135,9 @@ class ObjQuotas:
         if not shares:
             return
         candidates = (
-            (number, Candidate(listed.modified.timestamp(), listed.path, listed.num_bytes, listed))
+            (number, Candidate(listed.used_s, listed.name, listed.num_bytes, listed))
             for listed in list_again()
-            if listed.path not in chosen and (number := self._number_of(listed)) is not None
+            if listed.name not in chosen and (number := self._number_of(listed)) is not None
         )
         for victims in choose_victims(candidates, shares).values():
             yield from (victim.item for victim in victims)
@@ -153,19 +147,5 @@ class ObjQuotas:
         return None if key is None else get_offload_tenant(key)
 
     def _key_of(self, listed: Listed) -> OffloadKey | None:
-        path = PurePosixPath(listed.path)
-        if path.suffix != ".kv":
-            return None
-        namespace = listed.path[self._num_skipped : self._num_skipped + NAMESPACE_CHARS]
-        return self.names.key_of(namespace, bytes.fromhex(path.stem))
-
-
-def require_quotas_possible(settings: ObjSettings) -> None:
-    """Refuse quotas of tenants where they cannot be kept.
-
-    Raises:
-        ConfigError: nothing can be listed.
-    """
-    if settings.target.service is Service.HTTP:
-        remedy = "cannot be kept where nothing can be listed: leave it out, or use another service"
-        raise ConfigError("quota_bytes", "obj", remedy)
+        parsed = self._blob_names.parse(listed.name)
+        return self.names.key_of(parsed.namespace, parsed.block) if parsed and parsed.block else None

@@ -1,42 +1,50 @@
-"""Keeps what the tier's objects take below a capacity, by deleting the oldest.
+"""Keeps what a tier's blobs take below a capacity, by deleting the oldest of a listing.
 
-It knows no key and no job. A pass lists every object under the prefix and deletes our own from the oldest on until an
+It knows no key and no job. A pass lists every blob and deletes our own from the oldest on until an
 eighth of the capacity is free; at most that much is written from the beginning of one pass to the end of the next,
 and stores beyond it are declined. What was still being written when a pass began may be missing in its listing, so it
 counts until the next one. One writer therefore never exceeds the capacity, and each further one by an eighth at most;
 only a write that failed here and took effect later may be missing in the count.
 
 Instances do not talk and do not fight: each deletes a beginning of the same order, age and then name, down to the
-same mark, so that two passes at once delete what one would, but for objects of the last second that only one of them
-has listed: stores tell ages in seconds. Objects cannot be touched, so the order is that of writing, not of use.
+same mark, so that two passes at once delete what one would, but for blobs of the last second that only one of them
+has listed: stores tell ages in seconds. Where uses leave no trace, the order is that of writing.
 
-Where tenants have quotas, the oldest objects of those beyond theirs leave first. Without a capacity quotas are bounds:
-a pass deletes what is beyond them, and is due when a tenant has written an eighth of its own.
+Where tenants have quotas, the oldest blobs of those beyond theirs leave first. Without a capacity quotas are bounds:
+a pass deletes what is beyond them, and is due when a tenant has written an eighth of its own. Where blobs have a time
+to live, those that are over leave whatever the capacity, and a pass is due every eighth of that time.
 """
 
 import heapq
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import takewhile
 
 from kvtier.base import OffloadKey
 from kvtier.errors import TierError, describe_foreign
 from kvtier.namespace import Namespace
 from kvtier.tiering.kit.backend import Counters
-from kvtier.tiering.obj.client import PAGE_OBJECTS, Client, Listed
-from kvtier.tiering.obj.expiry import ObjectExpiry
-from kvtier.tiering.obj.layout import is_own
-from kvtier.tiering.obj.quotas import ObjQuotas
+from kvtier.tiering.kit.blobs.contract import BlobKind, BlobNames, Blobs, Listed
+from kvtier.tiering.kit.blobs.quotas import BlobQuotas
+from kvtier.tiering.kit.lifetime import Lifetime
+from kvtier.tiering.kit.quota_counts import MAX_VICTIMS
 
 logger = logging.getLogger(__name__)
 
 FREE_SHARE = 8
 """A pass leaves this part of the capacity free. A smaller part lists more often; a larger one keeps less."""
 
-MAX_VICTIMS = 20_000
-"""Objects that one round of a pass may delete, about 400 bytes each in memory; a pass has any number of rounds."""
+PAGE_BLOBS = 1000
+"""Blobs deleted between two looks at whether the tier shuts down."""
+
+MIN_PASS_S = 60.0
+MAX_PASS_S = 3600.0
+"""Bounds of the pause between two passes that delete what is over, an eighth of the time to live within them. A pass
+lists every blob, which costs requests; lookups and loads need none."""
+
+PASSES_PER_LIFETIME = 8
 
 RETRY_S = 5.0
 """Seconds until a pass that failed is tried again; meanwhile stores may be declined."""
@@ -53,32 +61,35 @@ CLOSE_TIMEOUT_S = 1.0
 
 
 class Evictor:
-    """Counts what is written and deletes the oldest objects in a thread of its own, begun by the first store.
+    """Counts what is written and deletes the oldest blobs in a thread of its own, begun by the first store.
 
-    Mutable are two counts, the thread and two flags. ``_changed`` guards them; the store is called outside it.
+    Mutable are two counts, the thread and two flags. ``_changed`` guards them; the backend is called outside it.
 
     Args:
-        client: the store.
-        root: what the names of our objects begin with.
-        capacity_bytes: the most that they may take.
+        tier: type of the tier, for messages.
+        blobs: the backend.
+        capacity_bytes: the most that blobs may take.
         counters: where evictions are counted.
-        expiry: which objects are over and go first, whatever the capacity; None: none ever is.
+        lifetime: how long blobs live; None: they have no time to live, or the backend keeps it.
         quotas: which of the others go before those that are oldest; None: tenants have no quotas here.
+        wall_clock: seconds since 1970; the backend's own clock may differ by some minutes.
     """
 
     def __init__(
         self,
-        client: Client,
-        root: str,
+        tier: str,
+        blobs: Blobs,
         capacity_bytes: int,
         counters: Counters,
-        expiry: ObjectExpiry | None = None,
-        quotas: ObjQuotas | None = None,
+        lifetime: Lifetime | None = None,
+        quotas: BlobQuotas | None = None,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._expiry = expiry
+        self._tier = tier
+        self._blobs = blobs
+        self._lifetime = lifetime
         self._quotas = quotas
-        self._client = client
-        self._root = root
+        self._wall_clock = wall_clock
         self._allowance_bytes = capacity_bytes // FREE_SHARE
         self._mark_bytes = capacity_bytes - self._allowance_bytes
         self._counters = counters
@@ -88,6 +99,9 @@ class Evictor:
         self._is_pass_due = False
         self._is_closed = False
         self._thread: threading.Thread | None = None
+        self._pass_s: float | None = None if quotas is None else LOOK_S
+        if lifetime is not None:
+            self._pass_s = min(MAX_PASS_S, max(MIN_PASS_S, lifetime.ttl_s / PASSES_PER_LIFETIME))
 
     def admit(self, num_bytes: int) -> bool:
         """Count bytes that are about to be written; False when they must not be. ``end_write`` follows."""
@@ -146,7 +160,8 @@ class Evictor:
 
     def _start_thread(self) -> None:
         if self._thread is None and not self._is_closed:
-            self._thread = threading.Thread(target=self._work, name="kvtier-obj-capacity", daemon=True)
+            name = f"kvtier-{self._tier}-capacity"
+            self._thread = threading.Thread(target=self._work, name=name, daemon=True)
             self._thread.start()
 
     def _work(self) -> None:
@@ -166,11 +181,8 @@ class Evictor:
 
     def _wait_due(self) -> bool:
         with self._changed:
-            pause_s = None if self._quotas is None else LOOK_S
-            if self._expiry is not None:
-                pause_s = self._expiry.pass_s
-            while not self._changed.wait_for(lambda: self._is_pass_due or self._is_closed, pause_s):
-                if self._expiry is not None or (self._quotas is not None and self._quotas.is_due):
+            while not self._changed.wait_for(lambda: self._is_pass_due or self._is_closed, self._pass_s):
+                if self._lifetime is not None or (self._quotas is not None and self._quotas.is_due):
                     break
             self._is_pass_due = False
             return not self._is_closed
@@ -180,7 +192,7 @@ class Evictor:
         effect = (
             "quota_bytes cannot be kept" if is_bound else "capacity_bytes cannot be kept, stores are declined"
         )
-        logger.warning("tier obj: %s: %s", effect, reason)
+        logger.warning("tier %s: %s: %s", self._tier, effect, reason)
         self._counters.add(failed_passes=1)
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed, RETRY_S)
@@ -199,50 +211,51 @@ class Evictor:
 
     def _run_round(self) -> bool:
         """Delete the oldest; return whether the mark is reached or nothing is left to do."""
-        listing = PrefixListing(self._client.list_all(self._root), self._root)
+        listing = OwnListing(self._blobs.list_all(), self._blobs.names)
         counted = listing if self._quotas is None else self._quotas.counted(listing)
         oldest = heapq.nsmallest(MAX_VICTIMS, counted)
         excess_bytes = listing.total_bytes - self._mark_bytes
         # From the oldest on: those from a future that a clock was set back from leave by the capacity.
-        over = [] if self._expiry is None else list(takewhile(self._is_over, oldest))
+        over = [] if self._lifetime is None else list(takewhile(self._is_over, oldest))
         if self._quotas is None:
             victims = max(plan_victims(oldest, excess_bytes), over, key=len)
             is_all = len(victims) < MAX_VICTIMS
         else:
             victims, is_all = self._quotas.plan(oldest, over, excess_bytes, self._list_own)
-        for begin in range(0, len(victims), PAGE_OBJECTS):
+        for begin in range(0, len(victims), PAGE_BLOBS):
             if self._is_closed:
                 return True
-            page = victims[begin : begin + PAGE_OBJECTS]
-            self._client.remove([victim.path for victim in page])
+            page = victims[begin : begin + PAGE_BLOBS]
+            self._blobs.remove([victim.name for victim in page])
             if self._quotas is not None:
                 self._quotas.on_removed(page)
             self._counters.add(evicted=len(page), evicted_bytes=sum(victim.num_bytes for victim in page))
         return is_all
 
     def _list_own(self) -> Iterable[Listed]:
-        return PrefixListing(self._client.list_all(self._root), self._root)
+        return OwnListing(self._blobs.list_all(), self._blobs.names)
 
     def _is_over(self, listed: Listed) -> bool:
-        return self._expiry is not None and self._expiry.is_over(listed.modified)
+        return self._lifetime is not None and self._lifetime.is_over(listed.used_s, self._wall_clock())
 
 
-class PrefixListing:
-    """Our own objects of a listing, passed on one by one, and how much they take together.
+class OwnListing:
+    """Our own blobs of a listing, passed on one by one, and how much they take together.
 
     Args:
-        listing: every object.
-        root: what the names of ours begin with.
+        listing: every blob.
+        names: tells which are ours.
     """
 
-    def __init__(self, listing: Iterable[Listed], root: str) -> None:
+    def __init__(self, listing: Iterable[Listed], names: BlobNames) -> None:
         self._listing = listing
-        self._root = root
+        self._names = names
         self.total_bytes = 0
 
     def __iter__(self) -> Iterator[Listed]:
         for listed in self._listing:
-            if is_own(self._root, listed.path):
+            parsed = self._names.parse(listed.name)
+            if parsed is not None and parsed.kind in (BlobKind.BLOCK, BlobKind.EARLIER):
                 self.total_bytes += listed.num_bytes
                 yield listed
 

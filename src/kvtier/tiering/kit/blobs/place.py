@@ -1,0 +1,177 @@
+"""The blobs of a tier beyond an engine's own: for commands without an engine, and for the causes of misses.
+
+A blob is created once and never written over, so what is read twice and is damaged both times stays so. A block has
+the same name in every namespace but for the namespace's own, so its length says whether another namespace has it.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+
+from kvtier.base import OffloadKey, get_offload_tenant
+from kvtier.tiering.kit.blobs.contract import BlobKind, Blobs
+from kvtier.tiering.kit.block_pieces import check_in_pieces
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
+from kvtier.tiering.kit.place import (
+    FAULTS_OF_PLACE,
+    Amount,
+    BlockState,
+    Place,
+    PlaceBlock,
+    PlaceNamespace,
+    PlaceSummary,
+    check_value,
+)
+from kvtier.tiering.kit.siblings import SiblingPlace
+
+MAX_WHOLE_BYTES = 64 * 2**20
+"""Blobs up to this length are read at once. Longer ones are read by pieces, and no further than their headers say."""
+
+
+MAX_DOCUMENT_BYTES = 2**20
+MAX_READ_DOCUMENTS = 32
+"""Documents read in a listing, at once. Most backends have no cheap order by age, so those that differ least are chosen
+among these; more are more requests, fewer miss the one that matters where there are many models."""
+
+MAX_ASKED = 64
+"""Missing blocks of a lookup that are asked for in the sibling that holds one. Each may be a request."""
+
+FIRST_PAUSE_S = 1.0
+"""The first pause after a look that found nothing. A look costs a round trip, and some dozen requests."""
+
+
+class BlobPlace(Place):
+    """The blobs of a backend.
+
+    Args:
+        tier: type of the tier.
+        blobs: the backend; it can list.
+    """
+
+    def __init__(self, tier: str, blobs: Blobs) -> None:
+        super().__init__(blobs.where)
+        self.__dict__["tier"] = tier  # other places are of one tier, and have it as a constant of their class
+        self._blobs = blobs
+        self._foreign = Amount()
+        self._documents: set[str] = set()
+        self._namespaces: set[str] = set()
+
+    def namespaces(self) -> list[PlaceNamespace]:
+        for _ in self.blocks():
+            pass  # backends list names, not folders
+        documents = [self._blobs.names.document(name) for name in sorted(self._documents)]
+        texts = self._blobs.read_each(documents, MAX_DOCUMENT_BYTES + 1) if documents else {}
+        return [
+            PlaceNamespace(name, _as_text(texts.get(self._blobs.names.document(name))))
+            for name in sorted(self._namespaces | self._documents)
+        ]
+
+    def blocks(self, namespaces: Collection[str] | None = None) -> Iterator[PlaceBlock]:
+        self._foreign, self._documents, self._namespaces = Amount(), set(), set()
+        for listed in self._blobs.list_all():
+            parsed = self._blobs.names.parse(listed.name)
+            if parsed is None:
+                self._foreign = self._foreign.plus(1, listed.num_bytes)
+            elif parsed.kind is BlobKind.DOCUMENT:
+                self._documents.add(parsed.namespace)
+            elif parsed.kind is not BlobKind.PAGE:
+                self._namespaces.add(parsed.namespace)
+                if namespaces is None or parsed.namespace in namespaces:
+                    is_block = parsed.kind is BlobKind.BLOCK
+                    key = OffloadKey(parsed.block) if is_block else None
+                    yield PlaceBlock(
+                        parsed.namespace,
+                        listed.name,
+                        listed.num_bytes,
+                        listed.used_s,
+                        num_blocks=1 if is_block else 0,
+                        tenant=None if key is None else get_offload_tenant(key),
+                        key=key,
+                        name=key,
+                    )
+
+    def summary(self) -> PlaceSummary:
+        return PlaceSummary(capacity_bytes=self._blobs.settings.capacity_bytes, foreign=self._foreign)
+
+    def check(self, block: PlaceBlock) -> BlockState:
+        if block.name is None:
+            return BlockState.OTHER_FORMAT  # of an earlier version: this one reads none
+        state = self._check_once(block, block.name)
+        return self._check_once(block, block.name) if state in FAULTS_OF_PLACE else state
+
+    def remove(self, blocks: Sequence[PlaceBlock], *, unless_changed: bool) -> Amount:
+        used = {block.address: block.used_s for block in blocks if block.used_s is not None}
+        by_name = {block.address: block for block in blocks}
+        removed = [
+            by_name[name] for name in self._blobs.remove(list(by_name), used if unless_changed else None)
+        ]
+        return Amount(sum(block.num_blocks for block in removed), sum(block.num_bytes for block in removed))
+
+    def end_removal(self, namespaces: Collection[str]) -> None:
+        left = {block.namespace for block in self.blocks(namespaces)} if namespaces else set()
+        gone = [name for name in namespaces if name not in left]
+        names = self._blobs.names
+        self._blobs.remove([*map(names.document, gone), *map(names.page, gone)])
+
+    def close(self) -> None:
+        self._blobs.close()
+
+    def _check_once(self, block: PlaceBlock, name: bytes) -> BlockState:
+        address = block.address
+        size = self._blobs.sizes([address], renews=False).get(address)
+        if size is None:
+            return BlockState.GONE
+        if size.num_bytes > MAX_WHOLE_BYTES:
+            return self._check_long(block, name, size.num_bytes)
+        found = self._blobs.read_each([address], MAX_WHOLE_BYTES).get(address)
+        return BlockState.GONE if found is None else check_value(found, block.namespace, name, self.opener)
+
+    def _check_long(self, block: PlaceBlock, name: bytes, num_bytes: int) -> BlockState:
+        address = block.address
+
+        def read(offset: int, length: int) -> memoryview:
+            return self._blobs.read_part(address, ENVELOPE_BYTES + offset, length)
+
+        return check_in_pieces(
+            self._blobs.read_part(address, 0, ENVELOPE_BYTES),
+            num_bytes - ENVELOPE_BYTES,
+            read,
+            block.namespace,
+            name,
+            self.opener,
+            num_disk_blocks=self._blobs.count_disk_blocks(address),
+        )
+
+
+def _as_text(document: memoryview | None) -> str:
+    if document is None or len(document) > MAX_DOCUMENT_BYTES:
+        return ""
+    return bytes(document).decode("utf-8", "replace")
+
+
+class BlobSiblings(SiblingPlace):
+    """Namespaces beside the own one. What has no answer in time counts as absent.
+
+    Args:
+        blobs: the backend.
+        has_capacity: whether the tier evicts; blobs of others go with its own.
+    """
+
+    def __init__(self, blobs: Blobs, *, has_capacity: bool) -> None:
+        if not has_capacity:
+            self.fate = blobs.fate
+        self._blobs = blobs
+
+    def read_documents(self, own_name: str, max_namespaces: int) -> Sequence[tuple[str, str]]:
+        del max_namespaces  # those that differ least are chosen among more
+        names = [name for name in self._blobs.list_namespaces() if name != own_name][:MAX_READ_DOCUMENTS]
+        documents = {self._blobs.names.document(name): name for name in names}
+        found = self._blobs.read_each(list(documents), MAX_DOCUMENT_BYTES) if documents else {}
+        return [(documents[name], bytes(text).decode("utf-8", "replace")) for name, text in found.items()]
+
+    def held_by(self, names: Sequence[str], keys: Sequence[OffloadKey]) -> str | None:
+        asked = {self._blobs.names.block(name, key): name for name in names for key in keys}
+        there = {asked[name] for name in self._blobs.sizes(list(asked), renews=False)}
+        return next((name for name in names if name in there), None)
+
+    def held_in(self, name: str, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
+        asked = {self._blobs.names.block(name, key): key for key in keys[:MAX_ASKED]}
+        return [asked[found] for found in self._blobs.sizes(list(asked), renews=False)]

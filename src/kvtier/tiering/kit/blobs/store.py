@@ -1,0 +1,491 @@
+"""Moves blocks between rows of the primary tier and blobs, and says what becomes of failures.
+
+A blob is one block: an envelope, checked before a row counts as loaded, and the row behind it. Threads of the tier call
+this with some blocks of a job. What is wrong with one block costs that block and is counted with its reason; a backend
+that answers for none fails the call.
+"""
+
+import copy
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtier.base import OffloadKey
+from kvtier.errors import TierError
+from kvtier.namespace import Namespace
+from kvtier.tiering.base import TierFailure
+from kvtier.tiering.kit.backend import BlockStore, Counters, Rows
+from kvtier.tiering.kit.blobs.contract import Blob, Blobs, Got, GotKind, Lent, Put, PutKind, Target
+from kvtier.tiering.kit.blobs.evictor import Evictor
+from kvtier.tiering.kit.block_format import BlockFormat, format_of
+from kvtier.tiering.kit.envelope import (
+    ENVELOPE_BYTES,
+    FAILURE_OF_CHECK,
+    FAULTS,
+    Buffer,
+    HeaderCheck,
+    unpack,
+)
+from kvtier.tiering.kit.health import FailureLog
+from kvtier.tiering.kit.io_pool import TransferOutcome
+from kvtier.tiering.kit.lifetime import Lifetime
+from kvtier.tiering.kit.losses import BackendLosses
+from kvtier.tiering.kit.page_guard import MAX_PAGE_BYTES, PageKeeper
+from kvtier.tiering.kit.siblings import SiblingNamespaces
+
+logger = logging.getLogger(__name__)
+
+COUNTS = (
+    "hits",
+    "loaded_bytes",
+    "stored_blocks",
+    "stored_bytes",
+    "existed",
+    "declined",
+    "store_errors",
+    "absent",
+    "damaged",
+    "foreign",
+    "io_error",
+)
+CAPACITY_COUNTS = ("evicted", "evicted_bytes", "failed_passes")
+
+COUNT_OF_PUT = {
+    PutKind.WRITTEN: "stored_blocks",
+    PutKind.EXISTED: "existed",
+    PutKind.NO_ROOM: "declined",
+    PutKind.REFUSED: "store_errors",
+    PutKind.FAILED: "store_errors",
+}
+
+MAX_REMEMBERED = 16_384
+"""Blobs remembered that were just written or found whole, some 250 bytes each. Fewer upload again, for a server to
+refuse, what was written a moment ago; more take memory for blobs that are not stored again."""
+
+REMEMBERED_S = 60.0
+"""Seconds for which they are taken to be there still. Longer stores nothing for longer where another has deleted them;
+shorter uploads more of what is there."""
+
+
+class BlobNamespace:
+    """What a job needs to know of the namespace it was submitted in; a reset opens another one.
+
+    Mutable is whether the description is being written or there. ``_lock`` guards it.
+
+    Args:
+        identity: what makes its blocks its own: model, layout, epoch.
+    """
+
+    def __init__(self, identity: Namespace) -> None:
+        self.identity = identity
+        self.name = identity.name
+        self.format = format_of(identity)
+        self._lock = threading.Lock()
+        self._is_described = False
+
+    def begin_description(self) -> bool:
+        """Return whether the caller is the one to write the readable description; True once.
+
+        Servers are slow when many create one blob at once, and blocks need not wait for it.
+        """
+        with self._lock:
+            is_first, self._is_described = not self._is_described, True
+            return is_first
+
+    @property
+    def is_described(self) -> bool:
+        """Whether the readable description has been written, or is about to be."""
+        with self._lock:
+            return self._is_described
+
+    def drop_description(self) -> None:
+        """Leave the description to the next one, as it could not be written."""
+        with self._lock:
+            self._is_described = False
+
+
+class RecentBlobs:
+    """Names of blobs that were written or found whole within the last minute, so that they are not uploaded again.
+
+    Mutable are the names, each with the time of that, the oldest first. ``_lock`` guards them.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._held_s: OrderedDict[str, float] = OrderedDict()
+
+    def add(self, names: Iterable[str]) -> None:
+        """Remember that blobs are there now."""
+        now_s = self._clock()
+        with self._lock:
+            for name in names:
+                self._held_s[name] = now_s
+                self._held_s.move_to_end(name)
+            while len(self._held_s) > MAX_REMEMBERED:
+                self._held_s.popitem(last=False)
+
+    def discard(self, names: Iterable[str]) -> None:
+        """Forget blobs that are gone."""
+        with self._lock:
+            for name in names:
+                self._held_s.pop(name, None)
+
+    def has(self, name: str) -> bool:
+        """Return whether a blob was there within the last minute."""
+        held_s = self._held_s.get(name)
+        return held_s is not None and self._clock() - held_s < REMEMBERED_S
+
+    def clear(self) -> None:
+        """Forget all."""
+        with self._lock:
+            self._held_s.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class SealedBlock:
+    """The parts of a block; its header is made when they are iterated, while those before it are on their way."""
+
+    format: BlockFormat
+    key: OffloadKey
+    row: memoryview
+    lent: Lent
+
+    def __iter__(self) -> Iterator[Buffer]:
+        """Yield header and payload."""
+        header, payload = self.format.seal(self.key, self.row, self.lent.scratch)
+        self.lent.header[:] = header
+        yield self.lent.header
+        yield payload
+
+
+class BlockTarget(Target):
+    """Where the blob of one block goes, and whether it was right."""
+
+    __slots__ = ("check", "format", "key")
+
+    def __init__(
+        self, name: str, key: OffloadKey, block_format: BlockFormat, header: memoryview, row: memoryview
+    ) -> None:
+        super().__init__(name, header, row)
+        self.key = key
+        self.format = block_format
+        self.check = HeaderCheck.DAMAGED
+
+    def landed(self, num_bytes: int, payload: Buffer | None = None) -> None:
+        if num_bytes != ENVELOPE_BYTES + len(self.row):
+            self.check = check_header(self.header, num_bytes)
+            return
+        own = self.row if payload is None else payload
+        self.check = self.format.open(self.header, own, self.key, self.row)
+        if self.check is HeaderCheck.OK and payload is not None and not self.format.is_encrypted:
+            # numpy, because it lets other threads run while it copies.
+            np.copyto(np.frombuffer(self.row, np.uint8), np.frombuffer(payload, np.uint8))
+
+
+def check_header(header: Buffer, num_bytes: int) -> HeaderCheck:
+    """Return what is wrong with a blob of another length than ours: of another version, or cut. Pure."""
+    found = unpack(header) if num_bytes >= ENVELOPE_BYTES else HeaderCheck.DAMAGED
+    return found if isinstance(found, HeaderCheck) else HeaderCheck.DAMAGED
+
+
+class BlobStore(BlockStore[BlobNamespace], PageKeeper[BlobNamespace]):
+    """Stores and loads some blocks at a time.
+
+    Args:
+        tier: type of the tier, for messages.
+        blobs: the backend.
+        rows: the primary's.
+        siblings: the other namespaces there.
+        evictor: keeps capacity, quotas and the time to live; None when there is none to keep.
+        counters: where everything is counted.
+        lifetime: how long blocks live; None: without an end, or the backend keeps it.
+        clock: seconds, monotonic.
+        wall_clock: seconds since 1970, for the ages of blobs.
+
+    Attributes:
+        losses: why blocks are gone.
+        siblings: as given.
+        end_s: deadline of its calls; None: the backend's own time-outs must do.
+    """
+
+    def __init__(
+        self,
+        tier: str,
+        blobs: Blobs,
+        rows: Rows,
+        siblings: SiblingNamespaces,
+        evictor: Evictor | None,
+        counters: Counters,
+        lifetime: Lifetime | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.losses = BackendLosses(tier, clock, blobs.settings.ttl_s, renews=blobs.renews)
+        self.siblings = siblings
+        self.end_s: float | None = None
+        self._tier = tier
+        self._blobs = blobs
+        self._names = blobs.names
+        self._rows = rows
+        self._block_bytes = ENVELOPE_BYTES + rows.row_bytes
+        self._evictor = evictor
+        self._counters = counters
+        self._lifetime = lifetime
+        self._wall_clock = wall_clock
+        self._recent = RecentBlobs(clock)
+        self._failures = FailureLog(tier, clock)
+        self._last_opened: BlobNamespace | None = None
+
+    def open_namespace(self, identity: Namespace, *, is_new: bool) -> BlobNamespace:
+        del is_new
+        self._last_opened = BlobNamespace(identity)
+        if self._evictor is not None:
+            self._evictor.on_opened(identity)
+        return self._last_opened
+
+    def with_deadline(self, end_s: float) -> "BlobStore":
+        bound = copy.copy(self)
+        bound.end_s = end_s
+        return bound
+
+    def check_reachable(self) -> None:
+        namespace = self._last_opened
+        assert namespace is not None, "a tier opens its namespace when it is built"
+        self._blobs.check()
+        namespace.drop_description()
+        self._describe(namespace)
+
+    def contains_batch(self, namespace: BlobNamespace, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        names = self._names_of(namespace, keys)
+        sizes = self._blobs.sizes(names, renews=self._blobs.renews)
+        held: list[OffloadKey] = []
+        expired: list[OffloadKey] = []
+        unsound: list[str] = []
+        for key, name in zip(keys, names, strict=True):
+            size = sizes.get(name)
+            if size is None:
+                continue
+            if self._is_over(size.written_s):
+                expired.append(key)
+            elif size.num_bytes == self._block_bytes:
+                held.append(key)
+            else:
+                unsound.append(name)
+        if expired:
+            self.losses.on_expired(expired)
+        if unsound:
+            self._remove_unsound(unsound)
+        if len(held) < len(keys):
+            there = frozenset(held)
+            self._recent.discard(name for key, name in zip(keys, names, strict=True) if key not in there)
+            self.siblings.look_for(namespace.identity, [key for key in keys if key not in there])
+        return held
+
+    def store(
+        self, namespace: BlobNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+    ) -> TransferOutcome:
+        self._describe(namespace)
+        names = dict(zip(keys, self._names_of(namespace, keys), strict=True))
+        rows = dict(zip(keys, slots, strict=True))
+        puts = {
+            key: Put(PutKind.EXISTED, "", self._block_bytes) for key in keys if self._recent.has(names[key])
+        }
+        puts |= self._put(namespace, [(key, rows[key], names[key]) for key in keys if key not in puts])
+        # The writer of what existed may have been cut off: what is no whole block is not held.
+        unsure = [key for key, put in puts.items() if put.kind is PutKind.EXISTED and put.num_bytes is None]
+        whole = frozenset(self.contains_batch(namespace, unsure)) if unsure else frozenset()
+        if self._lifetime is not None and len(whole) < len(unsure):
+            again = self._replace_expired(namespace, [(key, rows[key], names[key]) for key in unsure])
+            puts |= again
+            unsure = [key for key in unsure if key not in again]
+        held = [
+            key
+            for key, put in puts.items()
+            if put.kind is PutKind.WRITTEN
+            or (put.kind is PutKind.EXISTED and (key in whole or put.num_bytes == self._block_bytes))
+        ]
+        self._count_stored(names, puts)
+        self._recent.add(names[key] for key in held)
+        self.losses.on_stored(held)
+        if self.siblings.found:
+            self.siblings.forget(held)
+        faults = [key for key, put in puts.items() if put.kind is PutKind.FAILED]
+        return TransferOutcome(held, is_fault=bool(faults), faults=faults)
+
+    def load(
+        self, namespace: BlobNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+    ) -> TransferOutcome:
+        names = self._names_of(namespace, keys)
+        with self._blobs.lend_headers(len(keys), has_scratch=False) as lent:
+            targets = [
+                BlockTarget(name, key, namespace.format, each.header, self._rows.row(slot))
+                for name, key, slot, each in zip(names, keys, slots, lent, strict=True)
+            ]
+            found = self._blobs.get_into(targets, self.end_s)
+        failures: dict[OffloadKey, TierFailure] = {}
+        for target, got in zip(targets, found, strict=True):
+            failure = self._failure_of(target, got)
+            if failure is not None:
+                failures[target.key] = failure
+        if failures:
+            self._counters.add(**Counter(failure.value for failure in failures.values()))
+            self._recent.discard(name for key, name in zip(keys, names, strict=True) if key in failures)
+            self.losses.on_damaged([key for key, why in failures.items() if why is TierFailure.DAMAGED])
+            self.losses.on_foreign([key for key, why in failures.items() if why is TierFailure.FOREIGN])
+        succeeded = [key for key in keys if key not in failures]
+        self.losses.on_used(succeeded)
+        self._counters.add(hits=len(succeeded), loaded_bytes=len(succeeded) * self._rows.row_bytes)
+        faults = [key for key, failure in failures.items() if failure in FAULTS]
+        return TransferOutcome(succeeded, is_fault=bool(faults), faults=faults)
+
+    def restore_description(self, namespace: BlobNamespace) -> bool:
+        if not namespace.is_described:
+            return False
+        put = self._blobs.put_document(namespace.name, namespace.identity.document)
+        if put.kind is not PutKind.WRITTEN:
+            return False
+        self._recent.clear()
+        return True
+
+    def drop(self, namespace: BlobNamespace, keys: Sequence[OffloadKey]) -> None:
+        self._remove(self._names_of(namespace, keys))
+
+    def read_page(self, namespace: BlobNamespace) -> bytes | None:
+        name = self._names.page(namespace.name)
+        found = self._blobs.read_each([name], MAX_PAGE_BYTES).get(name)
+        return None if found is None else bytes(found)
+
+    def create_page(self, namespace: BlobNamespace, data: bytes) -> None:
+        self._blobs.put_new([Blob(self._names.page(namespace.name), [data], len(data))], None)
+
+    def remove_page(self, namespace: BlobNamespace) -> None:
+        self._counters.add(damaged=1)
+        self._blobs.remove([self._names.page(namespace.name)])
+
+    def on_purged(self) -> None:
+        self.losses.clear()
+        self._recent.clear()
+
+    def stats(self) -> dict[str, float]:
+        return self._counters.snapshot() | ({} if self._evictor is None else self._evictor.stats())
+
+    def close(self) -> None:
+        if self._evictor is not None:
+            self._evictor.close()
+        self._blobs.close()
+
+    def _names_of(self, namespace: BlobNamespace, keys: Iterable[OffloadKey]) -> list[str]:
+        block, space, name = self._names.block, namespace.name, namespace.format.name
+        return [block(space, name(key)) for key in keys]
+
+    def _is_over(self, written_s: float | None) -> bool:
+        lifetime = self._lifetime
+        return (
+            lifetime is not None and written_s is not None and lifetime.is_over(written_s, self._wall_clock())
+        )
+
+    def _describe(self, namespace: BlobNamespace) -> None:
+        if not namespace.begin_description():
+            return
+        is_there = False
+        try:
+            put = self._blobs.put_document(namespace.name, namespace.identity.document)
+            is_there = put.kind in (PutKind.WRITTEN, PutKind.EXISTED)
+        finally:
+            if not is_there:
+                namespace.drop_description()
+
+    def _put(
+        self, namespace: BlobNamespace, blocks: Sequence[tuple[OffloadKey, int, str]]
+    ) -> dict[OffloadKey, Put]:
+        """Write blocks, given with their slots and names, as far as there is room for them."""
+        evictor = self._evictor
+        todo = blocks if evictor is None else [one for one in blocks if evictor.admit(self._block_bytes)]
+        puts: list[Put] = []
+        try:
+            if todo:
+                is_encrypted = namespace.format.is_encrypted
+                with self._blobs.lend_headers(len(todo), has_scratch=is_encrypted) as lent:
+                    sealed = [
+                        Blob(
+                            name,
+                            SealedBlock(namespace.format, key, self._rows.row(slot), each),
+                            self._block_bytes,
+                        )
+                        for (key, slot, name), each in zip(todo, lent, strict=True)
+                    ]
+                    puts = self._blobs.put_new(sealed, self.end_s)
+        finally:
+            if evictor is not None:
+                for position in range(len(todo)):
+                    kind = puts[position].kind if puts else PutKind.FAILED
+                    # What fails may have been written.
+                    evictor.end_write(
+                        self._block_bytes, has_written=kind in (PutKind.WRITTEN, PutKind.FAILED)
+                    )
+        found = {key: put for (key, _, _), put in zip(todo, puts, strict=True)}
+        written = [key for key, put in found.items() if put.kind is PutKind.WRITTEN]
+        if evictor is not None:
+            evictor.on_stored(written, self._block_bytes)
+        return {key: found.get(key, Put(PutKind.NO_ROOM)) for key, _, _ in blocks}
+
+    def _replace_expired(
+        self, namespace: BlobNamespace, blocks: Sequence[tuple[OffloadKey, int, str]]
+    ) -> dict[OffloadKey, Put]:
+        """Write those blocks again whose blobs are there and over."""
+        sizes = self._blobs.sizes([name for _, _, name in blocks], renews=False)
+        over = [one for one in blocks if (size := sizes.get(one[2])) and self._is_over(size.written_s)]
+        if not over:
+            return {}
+        self._blobs.remove([name for _, _, name in over])
+        return self._put(namespace, over)
+
+    def _count_stored(self, names: dict[OffloadKey, str], puts: dict[OffloadKey, Put]) -> None:
+        counts = Counter(COUNT_OF_PUT[put.kind] for put in puts.values())
+        counts["stored_bytes"] = counts["stored_blocks"] * self._rows.row_bytes
+        self._counters.add(**counts)
+        for key, put in puts.items():
+            if put.words:
+                self._failures.on_failure("stored", names[key], self._block_bytes, put.words)
+
+    def _failure_of(self, target: BlockTarget, got: Got) -> TierFailure | None:
+        """Return why a block did not arrive, None when it did; what is ours and cannot be read again goes."""
+        if got.words:
+            self._failures.on_failure("loaded", target.name, self._block_bytes, got.words)
+        if got.kind is GotKind.ABSENT:
+            return TierFailure.ABSENT
+        if got.kind is not GotKind.READ:
+            return TierFailure.IO_ERROR if got.kind is GotKind.FAILED else TierFailure.FOREIGN
+        if self._is_over(got.written_s):
+            self.losses.on_expired([target.key])
+            return TierFailure.ABSENT
+        return None if target.check is HeaderCheck.OK else self._explain(target.name, target.check)
+
+    def _remove_unsound(self, names: Sequence[str]) -> None:
+        """Remove blobs that are no whole block: nothing is loaded from them, and new blocks never replace blobs."""
+        for name, head in self._blobs.read_each(names, ENVELOPE_BYTES).items():
+            failure = self._explain(name, check_header(head, len(head)))
+            self._counters.add(**{failure.value: 1})
+
+    def _explain(self, name: str, found: HeaderCheck) -> TierFailure:
+        """Return why a block is not loaded; what is ours to remove goes."""
+        failure = FAILURE_OF_CHECK[found]
+        logger.warning("tier %s: %s is %s (%s)", self._tier, name, failure.value, found.value)
+        if failure is not TierFailure.FOREIGN:
+            with suppress(TierError):  # it is found damaged again, and removed then
+                self._remove([name])
+        return failure
+
+    def _remove(self, names: Sequence[str]) -> None:
+        self._recent.discard(names)
+        self._blobs.remove(names)
