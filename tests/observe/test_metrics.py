@@ -17,8 +17,7 @@ from kvtier.observe.metrics import FAMILIES
 from kvtier.observe.tier_metrics import FAILURE_CAUSES, TIER_FAMILIES
 from kvtier.tiering.base import TierFailure
 from kvtier.tiering.fs.directory import COUNTER_NAMES as FS_NAMES
-from kvtier.tiering.obj.tier import CAPACITY_COUNTS as OBJ_CAPACITY_NAMES
-from kvtier.tiering.obj.tier import COUNTS as OBJ_NAMES
+from kvtier.tiering.kit.blobs.store import CAPACITY_COUNTS, COUNTS
 from kvtier.tiering.slab.store import COUNTER_NAMES as SLAB_NAMES
 from kvtier.tiering.valkey.store import COUNTS as VALKEY_NAMES
 
@@ -36,7 +35,7 @@ BASE_UNITS = ("_seconds", "_bytes", "_tokens", "_blocks", "_ratio", "_jobs", "_r
 TIER_COUNTS = {
     "fs": (*FS_NAMES, "expired_blocks", "keyless_blocks"),
     "slab": SLAB_NAMES,
-    "obj": (*OBJ_NAMES, *OBJ_CAPACITY_NAMES),
+    "obj": (*COUNTS, *CAPACITY_COUNTS),
     "valkey": (*VALKEY_NAMES, *(failure.value for failure in TierFailure)),
     "mooncake": (*MOONCAKE_NAMES, *MORE_MOONCAKE_NAMES, "deferred_deletes"),
 }

@@ -14,10 +14,11 @@ from kvtier.config import OffloadingConfig
 from kvtier.tiering.base import SecondaryTierManager, TierSettings
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, Buffer
 from kvtier.tiering.obj import ObjTier
-from kvtier.tiering.obj import client as obj_client
+from kvtier.tiering.obj import blobs as obj_blobs
+from kvtier.tiering.obj import errors as obj_errors
 
-ObjError: type[Exception] = vars(obj_client)["BaseError"]
-ObjExistsError: type[Exception] = vars(obj_client)["AlreadyExistsError"]
+ObjError: type[Exception] = vars(obj_blobs)["BaseError"]
+ObjExistsError: type[Exception] = vars(obj_errors)["AlreadyExistsError"]
 """The client library's errors, as the tier's client knows them: that library is imported there alone."""
 
 
@@ -164,4 +165,4 @@ class _Result:
 
 def bucket_calls() -> list[tuple[object, str, object]]:
     """Return what to replace while the storm runs, so that the client meets the bucket above."""
-    return [(obj_client, "obstore", SimObstore), (obj_client, "open_store", lambda _: ObjPlace.present)]
+    return [(obj_blobs, "obstore", SimObstore), (obj_blobs, "open_store", lambda _: ObjPlace.present)]

@@ -13,7 +13,7 @@ from kvtier.testing.tier_suite import TierSuite
 from kvtier.tiering.fs import evictor, shared_usage
 from kvtier.tiering.fs import store as fs_store
 from kvtier.tiering.kit import quota_keeper
-from kvtier.tiering.obj import evictor as obj_evictor
+from kvtier.tiering.kit.blobs import evictor as blob_evictor
 from kvtier.tiering.slab import reopening
 from kvtier.tiering.slab import store as slab_store
 
@@ -23,7 +23,7 @@ WAITS: dict[object, dict[str, float]] = {
     evictor: {"ROOM_WAIT_S": PATIENT_S},
     shared_usage: {"LOCK_ATTEMPTS": int(PATIENT_S / shared_usage.MAX_LOCK_PAUSE_S)},
     fs_store: {"CLOSE_TIMEOUT_S": PATIENT_S},
-    obj_evictor: {"PAUSE_FACTOR": 0},
+    blob_evictor: {"PAUSE_FACTOR": 0},
     quota_keeper: {"PAUSE_FACTOR": 0},
     slab_store: {"INDEX_WAIT_S": PATIENT_S, "PEER_WAIT_S": PATIENT_S},
     reopening: {"CLOSE_TIMEOUT_S": PATIENT_S},

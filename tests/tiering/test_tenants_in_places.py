@@ -22,9 +22,9 @@ from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import ROW_BYTES, make_rows
 from kvtier.tiering.base import parse_tier_settings
 from kvtier.tiering.fs import FSTier, folders
+from kvtier.tiering.kit.blobs import FolderNames
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, HEADER_PAGE_BYTES
 from kvtier.tiering.obj import ObjTier
-from kvtier.tiering.obj import layout as obj_layout
 from kvtier.tiering.places import open_place
 from kvtier.tiering.slab import SlabTier
 from kvtier.tiering.valkey import names as valkey_names
@@ -54,15 +54,16 @@ def test_no_two_blocks_of_whatever_hash_group_and_tenant_have_one_name_in_any_pl
     keys = [make_offload_key(*one) for one in parts]
     files = [folders.block_path("/x", key) for key in keys]
     values = [valkey_names.block_name(NAMESPACE, key) for key in keys]
-    objects = [obj_layout.block_path(NAMESPACE, key) for key in keys]
+    objects = [FolderNames().block(NAMESPACE, key) for key in keys]
     for names in (files, values, objects):
         assert len(set(names)) == len(parts)
     for one, file, value, path in zip(parts, files, values, objects, strict=True):
         of_file, of_value = folders.parse_block_name(Path(file).name), valkey_names.parse_block_name(value)
         assert of_file is not None
         assert of_value is not None
-        assert obj_layout.is_own("", path)
-        for found in (of_file, of_value.name, bytes.fromhex(Path(path).stem)):
+        of_object = FolderNames().parse(path)
+        assert of_object is not None
+        for found in (of_file, of_value.name, of_object.block):
             key = OffloadKey(found)
             assert (get_offload_block_hash(key), get_offload_group_idx(key), get_offload_tenant(key)) == one
 

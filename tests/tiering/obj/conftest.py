@@ -16,7 +16,8 @@ from kvtier.config import OffloadingConfig
 from kvtier.namespace import make_namespace
 from kvtier.testing.tier_server import TierServer
 from kvtier.testing.tier_suite import TierDriver, key_of, make_config, make_rows
-from kvtier.tiering.obj import ObjTier, layout
+from kvtier.tiering.kit.blobs import FolderNames
+from kvtier.tiering.obj import ObjTier
 
 HANG_GUARD_S = 60.0
 TIMEOUT_S = 0.5
@@ -172,7 +173,7 @@ class ServerOfSuite(TierServer):
 
     def _name_of(self, config: OffloadingConfig, key: OffloadKey) -> str:
         namespace = make_namespace(config, config.groups[0].page_size_bytes)
-        return layout.block_path(layout.namespace_path(self._prefix, namespace.name), key)
+        return FolderNames(self._prefix).block(namespace.name, key)
 
 
 @pytest.fixture

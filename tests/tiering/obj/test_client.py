@@ -10,7 +10,7 @@ import pytest
 from kvtier.errors import TierError
 from kvtier.settings import parse_settings
 from kvtier.testing.clock import ManualClock
-from kvtier.tiering.obj.client import PAUSE_S, Client
+from kvtier.tiering.obj.blobs import PAUSE_S, ObjBlobs
 from kvtier.tiering.obj.settings import ObjSettings
 
 
@@ -55,7 +55,7 @@ def listening(port: int, handler: type[Empty]) -> HTTPServer:
     return server
 
 
-def client_of(port: int, clock: ManualClock) -> Client:
+def client_of(port: int, clock: ManualClock) -> ObjBlobs:
     """Return a client of the server at ``port``."""
     settings = parse_settings(
         ObjSettings,
@@ -67,20 +67,20 @@ def client_of(port: int, clock: ManualClock) -> Client:
             "allow_http": True,
         },
     )
-    return Client(settings, clock)
+    return ObjBlobs(settings, clock)
 
 
 def test_a_store_that_said_nothing_is_not_asked_before_the_pause_is_over(port: int) -> None:
     clock = ManualClock()
     client = client_of(port, clock)
     with pytest.raises(TierError, match="cannot be reached"):
-        client.get("block", 4096)
+        client.read_each(["block"], 4096)
     server = listening(port, Empty)
     try:
         with pytest.raises(TierError, match="cannot be reached"):
-            client.get("block", 4096)
+            client.read_each(["block"], 4096)
         clock.advance(PAUSE_S)
-        assert client.get("block", 4096) is None
+        assert not client.read_each(["block"], 4096)
     finally:
         server.shutdown()
         server.server_close()
@@ -92,9 +92,9 @@ def test_a_store_that_refuses_is_asked_each_time(port: int) -> None:
     server = listening(port, Refusing)
     try:
         with pytest.raises(TierError, match="refuses us"):
-            client.get("block", 4096)
+            client.read_each(["block"], 4096)
         server.RequestHandlerClass = Empty
-        assert client.get("block", 4096) is None
+        assert not client.read_each(["block"], 4096)
     finally:
         server.shutdown()
         server.server_close()

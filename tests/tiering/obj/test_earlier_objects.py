@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,11 +13,11 @@ from tests.tiering.obj.conftest import HANG_GUARD_S, StartTier, tiers_of
 from kvtier.cli.main import main
 from kvtier.namespace import make_namespace
 from kvtier.testing.tier_suite import ROW_BYTES, content_of, key_of, make_config
+from kvtier.tiering.kit.blobs import FolderNames, Got, Target
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, make_header
 from kvtier.tiering.kit.place import BlockState
-from kvtier.tiering.obj.client import Client
-from kvtier.tiering.obj.layout import ObjNamespace, namespace_path
-from kvtier.tiering.obj.place import open_obj_place
+from kvtier.tiering.obj import ObjTier
+from kvtier.tiering.obj.blobs import ObjBlobs
 
 POINTER_CODEC = 0xFFFF
 POINTER = bytes(range(16)) + bytes(4)
@@ -46,13 +46,13 @@ def start(folder: Path) -> Iterator[StartTier]:
 def plant(folder: Path, *numbers: int) -> Path:
     """Write an old object of these blocks, each with its pointer; return the object."""
     identity = make_namespace(make_config(), ROW_BYTES)
-    namespace = ObjNamespace(identity, namespace_path("kvtier", identity.name))
-    group = folder / namespace.path / "groups" / f"{POINTER[:16].hex()}.kvg"
+    names = FolderNames("kvtier")
+    group = folder / names.folder(identity.name) / "groups" / f"{POINTER[:16].hex()}.kvg"
     rows = {key_of(number): bytes(content_of(number)) for number in numbers}
     objects = {group: b"".join(make_header(key, identity.digest, row) + row for key, row in rows.items())}
     for key in rows:
         pointer = make_header(key, identity.digest, POINTER) + POINTER
-        objects[folder / namespace.block_path(key)] = with_codec(pointer, POINTER_CODEC)
+        objects[folder / names.block(identity.name, key)] = with_codec(pointer, POINTER_CODEC)
     for path, body in objects.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(body)
@@ -65,22 +65,22 @@ def plant(folder: Path, *numbers: int) -> Path:
 def read_paths(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the objects that the client reads."""
     paths: list[str] = []
-    real_get, real_get_range, real_get_each = Client.get, Client.get_range, Client.get_each
+    real_get, real_part, real_each = ObjBlobs.get_into, ObjBlobs.read_part, ObjBlobs.read_each
 
-    def get(client: Client, path: str, *args: int, **options: bool) -> object:
-        paths.append(path)
-        return real_get(client, path, *args, **options)
+    def get_into(blobs: ObjBlobs, targets: Sequence[Target], end_s: float | None) -> list[Got]:
+        paths.extend(target.name for target in targets)
+        return real_get(blobs, targets, end_s)
 
-    def get_range(client: Client, path: str, start: int, num_bytes: int) -> object:
-        paths.append(path)
-        return real_get_range(client, path, start, num_bytes)
+    def read_part(blobs: ObjBlobs, name: str, start: int, num_bytes: int) -> memoryview:
+        paths.append(name)
+        return real_part(blobs, name, start, num_bytes)
 
-    def get_each(client: Client, asked: list[str], max_bytes: int) -> object:
-        paths.extend(asked)
-        return real_get_each(client, asked, max_bytes)
+    def read_each(blobs: ObjBlobs, names: Sequence[str], max_bytes: int) -> dict[str, memoryview]:
+        paths.extend(names)
+        return real_each(blobs, names, max_bytes)
 
-    for name, call in (("get", get), ("get_range", get_range), ("get_each", get_each)):
-        monkeypatch.setattr(Client, name, call)
+    for name, call in (("get_into", get_into), ("read_part", read_part), ("read_each", read_each)):
+        monkeypatch.setattr(ObjBlobs, name, call)
     return paths
 
 
@@ -123,7 +123,7 @@ def test_commands_show_them_and_purge_them_unread(
     group = plant(folder, 1, 2)
     start().store([3])
     url = f"file://{folder}"
-    place = open_obj_place({"url": url})
+    place = ObjTier.open_place({"url": url})
 
     states = {folder / block.address: place.check(block) for block in place.blocks()}
     assert main(["inspect", url, "--json"]) == 0

@@ -1,7 +1,6 @@
 """The capacity is kept by deleting our own oldest objects, and nothing that is not ours."""
 
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
 from threading import Semaphore
 
 import pytest
@@ -10,20 +9,20 @@ from tests.tiering.obj.conftest import HANG_GUARD_S, Bucket, StartTier
 from kvtier.settings import parse_settings
 from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, TierDriver
 from kvtier.tiering.kit.backend import Counters
+from kvtier.tiering.kit.blobs import BlobKind, FolderNames, Listed
+from kvtier.tiering.kit.blobs.evictor import Evictor, OwnListing, plan_victims
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
-from kvtier.tiering.obj.client import Client, Listed
-from kvtier.tiering.obj.evictor import Evictor, PrefixListing, plan_victims
-from kvtier.tiering.obj.layout import block_path, is_own, namespace_path
+from kvtier.tiering.obj.blobs import EARLIER_NAMES, ObjBlobs
 from kvtier.tiering.obj.settings import ObjSettings
 
 BLOCK_BYTES = ENVELOPE_BYTES + ROW_BYTES
 CAPACITY_BYTES = 64 * BLOCK_BYTES
-BEGINNING = datetime(2026, 1, 1, tzinfo=UTC)
+BEGINNING_S = 1_767_225_600.0
 
 
 def listed(age_s: int, name: str = "x", num_bytes: int = 10) -> Listed:
     """Return an object written that many seconds after the beginning."""
-    return Listed(BEGINNING + timedelta(seconds=age_s), name, num_bytes)
+    return Listed(BEGINNING_S + age_s, name, num_bytes)
 
 
 def fill(driver: TierDriver, first: int, count: int) -> None:
@@ -66,18 +65,21 @@ NAMESPACE = "0123456789abcdef" * 2
     ],
 )
 def test_only_names_that_we_give_are_ours(name: str, is_ours: bool) -> None:
-    assert is_own("root", name) is is_ours
+    parsed = FolderNames("root", EARLIER_NAMES).parse(name)
+    assert (parsed is not None and parsed.kind in (BlobKind.BLOCK, BlobKind.EARLIER)) is is_ours
 
 
 def test_the_names_that_we_give_are_ours_whatever_the_root() -> None:
     for root in ("", "a/b"):
-        path = namespace_path(root, NAMESPACE)
-        assert is_own(root, block_path(path, b"\xab\xcd\x00\x00\x00\x00"))
+        names, block = FolderNames(root), b"\xab\xcd\x00\x00\x00\x00"
+        assert names.parse(names.block(NAMESPACE, block)) == (BlobKind.BLOCK, NAMESPACE, block)
+        assert names.parse(names.document(NAMESPACE)) == (BlobKind.DOCUMENT, NAMESPACE, b"")
+        assert names.parse(names.page(NAMESPACE)) == (BlobKind.PAGE, NAMESPACE, b"")
 
 
 def test_a_listing_counts_and_passes_on_what_is_ours() -> None:
     ours = f"{NAMESPACE}/ab/abcdef.kv"
-    listing = PrefixListing([listed(1, ours, 7), listed(2, "notes.txt", 100)], "")
+    listing = OwnListing([listed(1, ours, 7), listed(2, "notes.txt", 100)], FolderNames())
     assert list(listing) == [listed(1, ours, 7)]
     assert listing.total_bytes == 7
 
@@ -141,22 +143,23 @@ def test_while_nothing_can_be_listed_stores_are_declined_at_an_eighth() -> None:
             "allow_http": True,
         },
     )
-    evictor = Evictor(Client(settings), "", 8000, Counters())
+    evictor = Evictor("obj", ObjBlobs(settings), 8000, Counters())
     assert [evictor.admit(400) for _ in range(4)] == [True, True, False, False]
     evictor.end_write(400, has_written=False)
     assert evictor.admit(400)
     evictor.close()
 
 
-class SlowListing(Client):
+class SlowListing(ObjBlobs):
     """An empty store whose listings begin when the test lets them."""
 
     def __init__(self) -> None:
+        self.names = FolderNames()
         self.begun = Semaphore(0)
         self.let_go = Semaphore(0)
 
-    def list_all(self, root: str) -> Iterator[Listed]:
-        del root
+    def list_all(self, namespace: str | None = None) -> Iterator[Listed]:
+        del namespace
         self.begun.release()
         assert self.let_go.acquire(timeout=HANG_GUARD_S)
         return iter(())
@@ -164,7 +167,7 @@ class SlowListing(Client):
 
 def test_what_was_being_written_when_a_pass_began_counts_until_the_next() -> None:
     store = SlowListing()
-    evictor = Evictor(store, "", 8000, Counters())  # an eighth is 1000
+    evictor = Evictor("obj", store, 8000, Counters())  # an eighth is 1000
     assert evictor.admit(600)
     assert store.begun.acquire(timeout=HANG_GUARD_S)
     store.let_go.release()

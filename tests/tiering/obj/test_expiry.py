@@ -11,7 +11,8 @@ from kvtier.base import ReqContext
 from kvtier.errors import ConfigError
 from kvtier.misses import MissCause
 from kvtier.testing.tier_suite import TierDriver, key_of, make_config, make_rows
-from kvtier.tiering.obj import ObjTier, expiry
+from kvtier.tiering.kit.blobs import evictor
+from kvtier.tiering.obj import ObjTier
 
 HANG_GUARD_S = 60.0
 TTL_S = 1000.0
@@ -78,8 +79,8 @@ def test_a_clock_that_is_set_makes_no_immortals(start: Start, folder: Path, age_
 def test_what_is_over_is_deleted_without_a_capacity(
     start: Start, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expiry, "MIN_PASS_S", 0.01)
-    monkeypatch.setattr(expiry, "MAX_PASS_S", 0.01)
+    monkeypatch.setattr(evictor, "MIN_PASS_S", 0.01)
+    monkeypatch.setattr(evictor, "MAX_PASS_S", 0.01)
     assert start().store([1, 2]).success
     set_ages(folder, 2 * TTL_S)
     driver = start(ttl_s=TTL_S)
@@ -88,6 +89,7 @@ def test_what_is_over_is_deleted_without_a_capacity(
     assert driver.load([3]).success
 
 
-def test_where_it_cannot_be_kept_it_is_refused() -> None:
-    with pytest.raises(ConfigError, match="ttl_s=60"):
-        ObjTier(make_config("m"), make_rows(), url="https://host/x", ttl_s=60)
+@pytest.mark.parametrize(("name", "value"), [("ttl_s", 60), ("capacity_bytes", "1GiB")])
+def test_where_it_cannot_be_kept_it_is_refused(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}=.*where nothing can be listed"):
+        ObjTier(make_config("m"), make_rows(), url="https://host/x", **{name: value})  # type: ignore[arg-type]  # a test's own

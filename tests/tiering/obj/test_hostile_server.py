@@ -14,7 +14,7 @@ from kvtier.errors import TierError
 from kvtier.settings import parse_settings
 from kvtier.testing.tier_suite import TierDriver, key_of, make_config, make_rows
 from kvtier.tiering.obj import ObjTier
-from kvtier.tiering.obj.client import Client, LoopFinder
+from kvtier.tiering.obj.blobs import LoopFinder, ObjBlobs
 from kvtier.tiering.obj.settings import ObjSettings
 
 ENTRY = (
@@ -58,16 +58,17 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
         server.server_close()
 
 
-def client_of(endpoint: str) -> Client:
+def client_of(endpoint: str) -> ObjBlobs:
     """Return a client of the server at ``endpoint``."""
     own = {
         "url": "s3://bucket",
+        "prefix": "root",
         "endpoint": endpoint,
         "allow_http": True,
         "region": "here",
         "timeout_s": 30.0,
     }
-    return Client(parse_settings(ObjSettings, own))
+    return ObjBlobs(parse_settings(ObjSettings, own))
 
 
 def said_by(call: Callable[[], object]) -> str:
@@ -84,13 +85,13 @@ def test_a_listing_with_the_same_continuation_ends(serve: Serve, num_entries: in
     entries = "".join(ENTRY.format(f"root/{number}") for number in range(num_entries))
     client = client_of(serve(200, PAGE.format(entries).encode()))
     with pytest.raises(TierError, match="it has no end"):
-        list(client.list_all("root"))
+        list(client.list_all())
 
 
 @pytest.mark.parametrize("body", [b"", b"not xml", b"<a>" * 100_000, b"\xff\xfe", b"<ListBucketResult/>"])
 def test_a_listing_that_is_none_is_one_line_or_empty(serve: Serve, body: bytes) -> None:
     client = client_of(serve(200, body))
-    said = said_by(lambda: list(client.list_all("root")))
+    said = said_by(lambda: list(client.list_all()))
     assert "\n" not in said
     assert len(said) < 300
 
@@ -99,7 +100,7 @@ def test_a_listing_that_is_none_is_one_line_or_empty(serve: Serve, body: bytes) 
 def test_an_error_s_body_is_neither_repeated_nor_searched_as_a_whole(serve: Serve, status: int) -> None:
     body = b"<Error><Code>%b</Code>" % MARK.encode() + b"x" * 4_000_000 + b"<Code>Late</Code>"
     client = client_of(serve(status, body))
-    for call in (lambda: client.get("root/name", 100), lambda: list(client.list_all("root"))):
+    for call in (lambda: client.read_each(["root/name"], 100), lambda: list(client.list_all())):
         said = said_by(call)
         assert "Late" not in said
         assert "xxx" not in said

@@ -15,12 +15,11 @@ from kvtier.testing.damage import flip_bit, flip_bit_in_files
 from kvtier.testing.place_suite import PlaceSuite
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.kit import block_pieces
+from kvtier.tiering.kit.blobs import place as blob_place
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
 from kvtier.tiering.kit.place import Amount, BlockState, Place, PlaceBlock
 from kvtier.tiering.obj import ObjTier
-from kvtier.tiering.obj import place as obj_place
-from kvtier.tiering.obj.client import Client
-from kvtier.tiering.obj.place import open_obj_place, probe_obj_place
+from kvtier.tiering.obj.blobs import ObjBlobs
 
 
 class OfObjects(PlaceSuite):
@@ -71,7 +70,7 @@ def stored(tmp_path: Path) -> tuple[Place, PlaceBlock]:
     options: dict[str, object] = {"url": f"file://{tmp_path}/store"}
     with tiers_of(options) as start:
         start().store([1])
-    place = open_obj_place(options)
+    place = ObjTier.open_place(options)
     place.unlock(AnyOpener())
     (block,) = place.blocks()
     return place, block
@@ -81,7 +80,7 @@ def test_a_long_object_is_read_by_pieces(
     stored: tuple[Place, PlaceBlock], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place, block = stored
-    monkeypatch.setattr(obj_place, "MAX_WHOLE_BYTES", 500)
+    monkeypatch.setattr(blob_place, "MAX_WHOLE_BYTES", 500)
     monkeypatch.setattr(block_pieces, "PIECE_BYTES", 300)
     assert place.check(block) is BlockState.WHOLE
     path = tmp_path / "store" / block.address
@@ -108,15 +107,15 @@ def test_a_file_of_holes_whose_header_says_its_length_is_damaged_and_not_read(
     place, block = stored
     path = tmp_path / "store" / block.address
     forge_header(str(path), ENVELOPE_BYTES, num_bytes, is_encrypted=is_encrypted)
-    real_get, num_read = Client.get_range, 0
+    real_read, num_read = ObjBlobs.read_part, 0
 
-    def get_range(client: Client, path: str, start: int, length: int) -> memoryview | None:
+    def read_part(blobs: ObjBlobs, name: str, start: int, length: int) -> memoryview:
         nonlocal num_read
         num_read += length
         assert num_read <= 2 * ENVELOPE_BYTES, "the file is read"
-        return real_get(client, path, start, length)
+        return real_read(blobs, name, start, length)
 
-    monkeypatch.setattr(Client, "get_range", get_range)
+    monkeypatch.setattr(ObjBlobs, "read_part", read_part)
     assert place.check(block) is BlockState.DAMAGED
 
 
@@ -125,7 +124,7 @@ def test_other_objects_below_the_prefix_are_counted_and_stay(
 ) -> None:
     start_tier().store([1])
     bucket.write(f"{prefix}/notes.txt", b"12345")
-    place = open_obj_place(s3_options(server, prefix))
+    place = ObjTier.open_place(s3_options(server, prefix))
     blocks = list(place.blocks())
     assert place.summary().foreign == Amount(1, 5)
     place.remove(blocks, unless_changed=False)
@@ -135,8 +134,8 @@ def test_other_objects_below_the_prefix_are_counted_and_stay(
 
 def test_a_directory_that_is_not_there_is_refused_and_not_made(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such directory"):
-        open_obj_place({"url": f"file://{tmp_path}/missing"})
-    (finding,) = probe_obj_place({"url": f"file://{tmp_path}/missing"})
+        ObjTier.open_place({"url": f"file://{tmp_path}/missing"})
+    (finding,) = ObjTier.probe({"url": f"file://{tmp_path}/missing"})
     assert finding.is_good
     assert not (tmp_path / "missing").exists()
 
@@ -144,7 +143,7 @@ def test_a_directory_that_is_not_there_is_refused_and_not_made(tmp_path: Path) -
 @pytest.mark.parametrize("below", ["", "/folder"])
 def test_a_file_in_place_of_the_directory_is_said(tmp_path: Path, below: str) -> None:
     (tmp_path / "file").write_bytes(b"")
-    (finding,) = probe_obj_place({"url": f"file://{tmp_path}/file{below}"})
+    (finding,) = ObjTier.probe({"url": f"file://{tmp_path}/file{below}"})
     assert not finding.is_good
     assert f"{tmp_path}/file is no directory" in finding.text
 
@@ -152,12 +151,12 @@ def test_a_file_in_place_of_the_directory_is_said(tmp_path: Path, below: str) ->
 @pytest.mark.parametrize("url", ["memory://", "https://example.org"])
 def test_what_cannot_be_seen_from_outside_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="PLACE"):
-        open_obj_place({"url": url})
+        ObjTier.open_place({"url": url})
 
 
 def test_a_bucket_that_is_not_there_is_said(server: S3Server, prefix: str) -> None:
     options = s3_options(server, prefix) | {"url": "s3://no-such-bucket-here"}
     with pytest.raises(TierError):
-        open_obj_place(options)
-    (finding,) = probe_obj_place(options)
+        ObjTier.open_place(options)
+    (finding,) = ObjTier.probe(options)
     assert not finding.is_good

@@ -7,8 +7,9 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.settings import parse_settings
 from kvtier.testing.tier_suite import ROW_BYTES, make_config, make_rows
+from kvtier.tiering.kit.blobs.settings import require_capacity
 from kvtier.tiering.obj import ObjTier
-from kvtier.tiering.obj.settings import ObjSettings, require_capacity
+from kvtier.tiering.obj.settings import ObjSettings
 from kvtier.tiering.obj.target import Service, StoreTarget
 
 BLOCK_BYTES = ROW_BYTES + 128
@@ -132,7 +133,6 @@ def test_credentials_in_a_setting_are_refused_and_not_repeated(setting: str, val
         ("gs://bucket", "endpoint", "https://host"),
         ("file:///var/kvtier", "endpoint", "https://host"),
         ("az://container", "region", "eu-central-1"),
-        ("https://host", "capacity_bytes", "1GiB"),
     ],
 )
 def test_a_setting_without_a_meaning_for_the_service_is_refused(url: str, setting: str, value: str) -> None:
