@@ -64,8 +64,9 @@ def setting(parse: Parser, reason: str, *, unit: str = "", default_text: str = "
 
 
 def settings_of(kind: type[IsDataclass]) -> dict[str, Setting]:
-    """Return the settings of a dataclass by name, in their order."""
-    return {one.name: one.metadata[_KEY] for one in fields(kind) if _KEY in one.metadata}
+    """Return the settings of a dataclass by name: those without a default first, otherwise in their order."""
+    ordered = sorted(fields(kind), key=lambda one: one.default is not MISSING)
+    return {one.name: one.metadata[_KEY] for one in ordered if _KEY in one.metadata}
 
 
 def parse_settings(kind: type[T], values: Mapping[str, object], owner: str = "") -> T:

@@ -237,18 +237,22 @@ class ObjBlobs(Blobs):
                     error
                 ):
                     raise
-            self._sends_condition = False
-            logger.warning(
-                "tier obj: %s does not know conditional writes (If-None-Match): it is asked before each store whether "
-                "the block is there",
-                self._obj_settings.endpoint or self._obj_settings.url,
-            )
+            self._forget_condition()
         # Two writers may both find nothing: both write the same block then.
         with suppress(FileNotFoundError):
             meta = obstore.head(self._store, blob.name)
             return Put(PutKind.EXISTED, num_bytes=meta["size"] if self.settings.ttl_s is None else None)
         obstore.put(self._store, blob.name, list(blob.parts), use_multipart=False)
         return Put(PutKind.WRITTEN)
+
+    def _forget_condition(self) -> None:
+        is_first, self._sends_condition = self._sends_condition, False
+        if is_first:
+            logger.warning(
+                "tier obj: %s does not know conditional writes (If-None-Match): it is asked before each store whether "
+                "the block is there",
+                self._obj_settings.endpoint or self._obj_settings.url,
+            )
 
     def _create(self, blob: Blob) -> None:
         # Sent from the rows themselves. Should a request that has timed out be sent on for a moment, from a row that is

@@ -8,6 +8,7 @@ import os
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
+from urllib.parse import urlsplit
 
 from kvtier.errors import ConfigError, KVTierError, MissingExtraError, PlaceError, TierError
 from kvtier.tiering.obj.errors import explain_opening
@@ -33,6 +34,13 @@ MAX_RETRIES = 2
 RETRY_WITHIN_S = 1.0
 """Seconds from the start of a request within which it is repeated after a quick failure such as 503 SlowDown. A
 request that has timed out is older than that, so time-outs are not multiplied."""
+
+NO_PROXY_URL = "http://127.0.0.1:0"
+"""A proxy that cannot be. The client follows a redirect of a read wherever it points, and has no option against that.
+With this proxy for all hosts but the store's own, a redirect to another host fails at once (obstore 0.12.1, 2026-11:
+``test_a_redirect_to_another_host_is_refused``)."""
+
+PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 CLIENT_ERRORS = (BaseError, OSError, ValueError, NotImplementedError)
 """What a client raises."""
@@ -115,6 +123,9 @@ def _client_options(settings: ObjSettings) -> "ClientConfig":
         "timeout": timedelta(seconds=settings.timeout_s),
         "pool_max_idle_per_host": str(settings.num_threads),
     }
+    host = _only_host(settings)
+    if host is not None:
+        options["proxy_url"], options["proxy_excludes"] = NO_PROXY_URL, host
     if settings.ca_file is not None:
         try:
             options["root_certificate"] = settings.ca_file.read_bytes()
@@ -123,6 +134,22 @@ def _client_options(settings: ObjSettings) -> "ClientConfig":
                 "ca_file", str(settings.ca_file), f"cannot be read: {error.strerror}"
             ) from error
     return options
+
+
+def _only_host(settings: ObjSettings) -> str | None:
+    """Return the host that alone is to be called; None where that is not known, or proxies of the user's are.
+
+    A service's own endpoint may have several, and a client that asks a machine for its credentials calls others.
+    """
+    if any(os.environ.get(name) for name in (*PROXY_VARIABLES, *map(str.lower, PROXY_VARIABLES))):
+        return None
+    target = settings.target
+    if target.service is Service.HTTP:
+        return urlsplit(target.bucket).hostname
+    has_keys = "AWS_ACCESS_KEY_ID" in os.environ or "AWS_PROFILE" in os.environ
+    if target.service is Service.S3 and settings.endpoint is not None and has_keys:
+        return urlsplit(settings.endpoint).hostname
+    return None
 
 
 def _retry_config(settings: ObjSettings) -> "RetryConfig":

@@ -46,6 +46,9 @@ CONNECTION_REASONS = (
 METADATA_MARKS = ("/latest/api/token", "/latest/meta-data", "metadata.google.internal", "169.254.169.254")
 """Where a client without credentials asks for those of the machine it runs on."""
 
+ELSEWHERE_MARK = "127.0.0.1:0,"
+"""What the client says of a redirect to another host, for which it has a proxy that cannot be."""
+
 BEYOND_END_MARKS = ("status code: 416 ", "Wanted range starting at", "Requested range was invalid")
 """How servers, memory and directories say that an object ends before the range begins."""
 
@@ -132,7 +135,7 @@ def is_beyond_end(error: Exception) -> bool:
 def is_unanswered(error: Exception) -> bool:
     """Return whether the store has said nothing at all: it is away, hangs, or cannot be reached. Pure."""
     text = _text_of(error)
-    return "error sending request" in text and _STATUS.search(text) is None
+    return "error sending request" in text and _STATUS.search(text) is None and ELSEWHERE_MARK not in text
 
 
 def explain_opening(settings: ObjSettings) -> str:
@@ -155,6 +158,8 @@ def explain(error: Exception, settings: ObjSettings) -> str:
     if isinstance(error, PermissionDeniedError | UnauthenticatedError):
         rights = "and the rights to list, get, put and delete"
         return f"{name} refuses us ({said or 'permission denied'}): {remedy} {rights}"
+    if _is_redirect(text):
+        return f"{name} redirects us ({said or 'to another host'}), which is not followed: correct endpoint and region"
     if is_unanswered(error):
         reason = next((ours for theirs, ours in CONNECTION_REASONS if theirs in text), "no connection")
         return f"{name} cannot be reached ({reason}): check url, endpoint, network and timeout_s"
@@ -170,7 +175,7 @@ def _blame_of(error: Exception, text: str) -> Blame:
     if _code_of(text) in VALUE_CODES:
         return Blame.VALUE
     is_refused = isinstance(error, PermissionDeniedError | UnauthenticatedError | FileNotFoundError)
-    if is_refused or any(mark in text for mark in METADATA_MARKS) or (status is not None and status < 400):
+    if is_refused or any(mark in text for mark in METADATA_MARKS) or _is_redirect(text):
         return Blame.ACCESS
     is_of_value = status is not None and status < 500 and status not in BUSY_STATUSES
     return Blame.VALUE if is_of_value else Blame.NODE
@@ -178,7 +183,12 @@ def _blame_of(error: Exception, text: str) -> Blame:
 
 def _words_of(error: Exception, text: str) -> str:
     reason = next((ours for theirs, ours in CONNECTION_REASONS if theirs in text), type(error).__name__)
-    return _said_by(text) or reason
+    return _said_by(text) or ("redirected to another host" if _is_redirect(text) else reason)
+
+
+def _is_redirect(text: str) -> bool:
+    status = _status_of(text)
+    return ELSEWHERE_MARK in text if status is None else 300 <= status < 400
 
 
 def _said_by(text: str) -> str:
