@@ -139,10 +139,17 @@ class Listed(NamedTuple):
 
 
 class Lent(NamedTuple):
-    """Memory for one block on its way: room for a header, and for an encrypted row where the backend needs its own."""
+    """Memory for one block on its way.
+
+    Attributes:
+        header: room for an envelope.
+        scratch: room for an encrypted row; None: the block is encrypted into other memory.
+        is_registered: whether the backend sends from this memory alone, so that headers must stand in it.
+    """
 
     header: memoryview
     scratch: memoryview | None = None
+    is_registered: bool = False
 
 
 class BlobKind(Enum):
@@ -348,10 +355,7 @@ class Blobs(ABC):
             has_scratch: whether blocks are encrypted into other memory than the primary's.
         """
         del has_scratch
-        memory = memoryview(bytearray(num_blocks * ENVELOPE_BYTES))
-        return nullcontext(
-            [Lent(memory[begin : begin + ENVELOPE_BYTES]) for begin in range(0, len(memory), ENVELOPE_BYTES)]
-        )
+        return nullcontext([Lent(memoryview(bytearray(ENVELOPE_BYTES))) for _ in range(num_blocks)])
 
     def close(self) -> None:
         """Close connections; called once, when no thread uses the backend any more."""

@@ -10,27 +10,23 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-
-import numpy as np
 
 from kvtier.base import OffloadKey
 from kvtier.errors import TierError
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
 from kvtier.tiering.kit.backend import BlockStore, Counters, Rows
-from kvtier.tiering.kit.blobs.contract import Blob, Blobs, Got, GotKind, Lent, Put, PutKind, Target
+from kvtier.tiering.kit.blobs.contract import Blob, Blobs, Got, GotKind, Put, PutKind
 from kvtier.tiering.kit.blobs.evictor import Evictor
-from kvtier.tiering.kit.block_format import BlockFormat, format_of
+from kvtier.tiering.kit.blobs.moving_blocks import BlockTarget, BlockToStore, SealedBlock, check_header
+from kvtier.tiering.kit.block_format import format_of
 from kvtier.tiering.kit.envelope import (
     ENVELOPE_BYTES,
     FAILURE_OF_CHECK,
     FAULTS,
-    Buffer,
     HeaderCheck,
-    unpack,
 )
 from kvtier.tiering.kit.health import FailureLog
 from kvtier.tiering.kit.io_pool import TransferOutcome
@@ -63,6 +59,9 @@ COUNT_OF_PUT = {
     PutKind.REFUSED: "store_errors",
     PutKind.FAILED: "store_errors",
 }
+
+HELD = frozenset({PutKind.WRITTEN, PutKind.EXISTED})
+DECLINED = Put(PutKind.NO_ROOM)
 
 MAX_REMEMBERED = 16_384
 """Blobs remembered that were just written or found whole, some 250 bytes each. Fewer upload again, for a server to
@@ -149,53 +148,6 @@ class RecentBlobs:
         """Forget all."""
         with self._lock:
             self._held_s.clear()
-
-
-@dataclass(frozen=True, slots=True)
-class SealedBlock:
-    """The parts of a block; its header is made when they are iterated, while those before it are on their way."""
-
-    format: BlockFormat
-    key: OffloadKey
-    row: memoryview
-    lent: Lent
-
-    def __iter__(self) -> Iterator[Buffer]:
-        """Yield header and payload."""
-        header, payload = self.format.seal(self.key, self.row, self.lent.scratch)
-        self.lent.header[:] = header
-        yield self.lent.header
-        yield payload
-
-
-class BlockTarget(Target):
-    """Where the blob of one block goes, and whether it was right."""
-
-    __slots__ = ("check", "format", "key")
-
-    def __init__(
-        self, name: str, key: OffloadKey, block_format: BlockFormat, header: memoryview, row: memoryview
-    ) -> None:
-        super().__init__(name, header, row)
-        self.key = key
-        self.format = block_format
-        self.check = HeaderCheck.DAMAGED
-
-    def landed(self, num_bytes: int, payload: Buffer | None = None) -> None:
-        if num_bytes != ENVELOPE_BYTES + len(self.row):
-            self.check = check_header(self.header, num_bytes)
-            return
-        own = self.row if payload is None else payload
-        self.check = self.format.open(self.header, own, self.key, self.row)
-        if self.check is HeaderCheck.OK and payload is not None and not self.format.is_encrypted:
-            # numpy, because it lets other threads run while it copies.
-            np.copyto(np.frombuffer(self.row, np.uint8), np.frombuffer(payload, np.uint8))
-
-
-def check_header(header: Buffer, num_bytes: int) -> HeaderCheck:
-    """Return what is wrong with a blob of another length than ours: of another version, or cut. Pure."""
-    found = unpack(header) if num_bytes >= ENVELOPE_BYTES else HeaderCheck.DAMAGED
-    return found if isinstance(found, HeaderCheck) else HeaderCheck.DAMAGED
 
 
 class BlobStore(BlockStore[BlobNamespace], PageKeeper[BlobNamespace]):
@@ -295,31 +247,30 @@ class BlobStore(BlockStore[BlobNamespace], PageKeeper[BlobNamespace]):
         self, namespace: BlobNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
     ) -> TransferOutcome:
         self._describe(namespace)
-        names = dict(zip(keys, self._names_of(namespace, keys), strict=True))
-        rows = dict(zip(keys, slots, strict=True))
-        puts = {
-            key: Put(PutKind.EXISTED, "", self._block_bytes) for key in keys if self._recent.has(names[key])
-        }
-        puts |= self._put(namespace, [(key, rows[key], names[key]) for key in keys if key not in puts])
+        blocks = list(map(BlockToStore, keys, slots, self._names_of(namespace, keys)))
+        todo = [block for block in blocks if not self._recent.has(block.name)]
+        puts = list(zip(todo, self._put(namespace, todo), strict=True))
         # The writer of what existed may have been cut off: what is no whole block is not held.
-        unsure = [key for key, put in puts.items() if put.kind is PutKind.EXISTED and put.num_bytes is None]
-        whole = frozenset(self.contains_batch(namespace, unsure)) if unsure else frozenset()
-        if self._lifetime is not None and len(whole) < len(unsure):
-            again = self._replace_expired(namespace, [(key, rows[key], names[key]) for key in unsure])
-            puts |= again
-            unsure = [key for key in unsure if key not in again]
-        held = [
-            key
-            for key, put in puts.items()
-            if put.kind is PutKind.WRITTEN
-            or (put.kind is PutKind.EXISTED and (key in whole or put.num_bytes == self._block_bytes))
+        unsure = [
+            block for block, put in puts if put.kind is PutKind.EXISTED and put.num_bytes != self._block_bytes
         ]
-        self._count_stored(names, puts)
-        self._recent.add(names[key] for key in held)
+        if unsure:
+            whole, again = self._settle(namespace, unsure)
+            puts = [(block, again.get(block.key, put)) for block, put in puts]
+            lost = {block.key for block in unsure} - whole - again.keys()
+        else:
+            lost = set()
+        held = [block.key for block, put in puts if put.kind in HELD and block.key not in lost]
+        self._count_stored(puts, len(blocks) - len(todo))
+        if held:
+            self._recent.add(block.name for block, put in puts if put.kind in HELD and block.key not in lost)
+        if len(todo) < len(blocks):
+            asked = {block.key for block in todo}
+            held += [key for key in keys if key not in asked]
         self.losses.on_stored(held)
         if self.siblings.found:
             self.siblings.forget(held)
-        faults = [key for key, put in puts.items() if put.kind is PutKind.FAILED]
+        faults = [block.key for block, put in puts if put.kind is PutKind.FAILED]
         return TransferOutcome(held, is_fault=bool(faults), faults=faults)
 
     def load(
@@ -405,58 +356,65 @@ class BlobStore(BlockStore[BlobNamespace], PageKeeper[BlobNamespace]):
             if not is_there:
                 namespace.drop_description()
 
-    def _put(
-        self, namespace: BlobNamespace, blocks: Sequence[tuple[OffloadKey, int, str]]
-    ) -> dict[OffloadKey, Put]:
-        """Write blocks, given with their slots and names, as far as there is room for them."""
-        evictor = self._evictor
-        todo = blocks if evictor is None else [one for one in blocks if evictor.admit(self._block_bytes)]
-        puts: list[Put] = []
+    def _put(self, namespace: BlobNamespace, blocks: Sequence[BlockToStore]) -> list[Put]:
+        """Write blocks as far as there is room for them; return the outcomes in their order."""
+        if self._evictor is None:
+            return self._put_admitted(namespace, blocks) if blocks else []
+        admitted = [block for block in blocks if self._evictor.admit(self._block_bytes)]
+        kinds = dict.fromkeys(admitted, PutKind.FAILED)
+        puts: dict[BlockToStore, Put] = {}
         try:
-            if todo:
-                is_encrypted = namespace.format.is_encrypted
-                with self._blobs.lend_headers(len(todo), has_scratch=is_encrypted) as lent:
-                    sealed = [
-                        Blob(
-                            name,
-                            SealedBlock(namespace.format, key, self._rows.row(slot), each),
-                            self._block_bytes,
-                        )
-                        for (key, slot, name), each in zip(todo, lent, strict=True)
-                    ]
-                    puts = self._blobs.put_new(sealed, self.end_s)
+            if admitted:
+                puts = dict(zip(admitted, self._put_admitted(namespace, admitted), strict=True))
+                kinds = {block: put.kind for block, put in puts.items()}
         finally:
-            if evictor is not None:
-                for position in range(len(todo)):
-                    kind = puts[position].kind if puts else PutKind.FAILED
-                    # What fails may have been written.
-                    evictor.end_write(
-                        self._block_bytes, has_written=kind in (PutKind.WRITTEN, PutKind.FAILED)
-                    )
-        found = {key: put for (key, _, _), put in zip(todo, puts, strict=True)}
-        written = [key for key, put in found.items() if put.kind is PutKind.WRITTEN]
-        if evictor is not None:
-            evictor.on_stored(written, self._block_bytes)
-        return {key: found.get(key, Put(PutKind.NO_ROOM)) for key, _, _ in blocks}
+            for kind in kinds.values():
+                # What fails may have been written.
+                is_written = kind in (PutKind.WRITTEN, PutKind.FAILED)
+                self._evictor.end_write(self._block_bytes, has_written=is_written)
+        written = [block.key for block, kind in kinds.items() if kind is PutKind.WRITTEN]
+        self._evictor.on_stored(written, self._block_bytes)
+        return [puts.get(block, DECLINED) for block in blocks]
 
-    def _replace_expired(
-        self, namespace: BlobNamespace, blocks: Sequence[tuple[OffloadKey, int, str]]
-    ) -> dict[OffloadKey, Put]:
-        """Write those blocks again whose blobs are there and over."""
-        sizes = self._blobs.sizes([name for _, _, name in blocks], renews=False)
-        over = [one for one in blocks if (size := sizes.get(one[2])) and self._is_over(size.written_s)]
+    def _put_admitted(self, namespace: BlobNamespace, blocks: Sequence[BlockToStore]) -> list[Put]:
+        is_encrypted = namespace.format.is_encrypted
+        with self._blobs.lend_headers(len(blocks), has_scratch=is_encrypted) as lent:
+            sealed = [
+                Blob(
+                    block.name,
+                    SealedBlock(namespace.format, block.key, self._rows.row(block.slot), each),
+                    self._block_bytes,
+                )
+                for block, each in zip(blocks, lent, strict=True)
+            ]
+            return self._blobs.put_new(sealed, self.end_s)
+
+    def _settle(
+        self, namespace: BlobNamespace, unsure: Sequence[BlockToStore]
+    ) -> tuple[set[OffloadKey], dict[OffloadKey, Put]]:
+        """Return which blocks are whole of those that existed, and the outcomes of those that were over.
+
+        What is neither makes room for its block: the next store writes it.
+        """
+        whole = set(self.contains_batch(namespace, [block.key for block in unsure]))
+        if self._lifetime is None or len(whole) == len(unsure):
+            return whole, {}
+        sizes = self._blobs.sizes([block.name for block in unsure], renews=False)
+        over = [one for one in unsure if (size := sizes.get(one.name)) and self._is_over(size.written_s)]
         if not over:
-            return {}
-        self._blobs.remove([name for _, _, name in over])
-        return self._put(namespace, over)
+            return whole, {}
+        self._blobs.remove([block.name for block in over])
+        return whole, {block.key: put for block, put in zip(over, self._put(namespace, over), strict=True)}
 
-    def _count_stored(self, names: dict[OffloadKey, str], puts: dict[OffloadKey, Put]) -> None:
-        counts = Counter(COUNT_OF_PUT[put.kind] for put in puts.values())
-        counts["stored_bytes"] = counts["stored_blocks"] * self._rows.row_bytes
-        self._counters.add(**counts)
-        for key, put in puts.items():
+    def _count_stored(self, puts: Sequence[tuple[BlockToStore, Put]], num_recent: int) -> None:
+        counts = {"existed": num_recent}
+        for block, put in puts:
+            name = COUNT_OF_PUT[put.kind]
+            counts[name] = counts.get(name, 0) + 1
             if put.words:
-                self._failures.on_failure("stored", names[key], self._block_bytes, put.words)
+                self._failures.on_failure("stored", block.name, self._block_bytes, put.words)
+        counts["stored_bytes"] = counts.get("stored_blocks", 0) * self._rows.row_bytes
+        self._counters.add(**counts)
 
     def _failure_of(self, target: BlockTarget, got: Got) -> TierFailure | None:
         """Return why a block did not arrive, None when it did; what is ours and cannot be read again goes."""

@@ -1,0 +1,70 @@
+"""Blocks on their way to and from blobs: sealed when their parts are sent, checked when they have landed."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtier.base import OffloadKey
+from kvtier.tiering.kit.blobs.contract import Lent, Target
+from kvtier.tiering.kit.block_format import BlockFormat
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, Buffer, HeaderCheck, unpack
+
+
+class BlockToStore(NamedTuple):
+    """A block, its slot, and the name of its blob."""
+
+    key: OffloadKey
+    slot: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class SealedBlock:
+    """The parts of a block; its header is made when they are iterated, while those before it are on their way."""
+
+    format: BlockFormat
+    key: OffloadKey
+    row: memoryview
+    lent: Lent
+
+    def __iter__(self) -> Iterator[Buffer]:
+        """Yield header and payload."""
+        header, payload = self.format.seal(self.key, self.row, self.lent.scratch)
+        if self.lent.is_registered:
+            self.lent.header[:] = header
+            yield self.lent.header
+        else:
+            yield header
+        yield payload
+
+
+class BlockTarget(Target):
+    """Where the blob of one block goes, and whether it was right."""
+
+    __slots__ = ("check", "format", "key")
+
+    def __init__(
+        self, name: str, key: OffloadKey, block_format: BlockFormat, header: memoryview, row: memoryview
+    ) -> None:
+        super().__init__(name, header, row)
+        self.key = key
+        self.format = block_format
+        self.check = HeaderCheck.DAMAGED
+
+    def landed(self, num_bytes: int, payload: Buffer | None = None) -> None:
+        if num_bytes != ENVELOPE_BYTES + len(self.row):
+            self.check = check_header(self.header, num_bytes)
+            return
+        own = self.row if payload is None else payload
+        self.check = self.format.open(self.header, own, self.key, self.row)
+        if self.check is HeaderCheck.OK and payload is not None and not self.format.is_encrypted:
+            # numpy, because it lets other threads run while it copies.
+            np.copyto(np.frombuffer(self.row, np.uint8), np.frombuffer(payload, np.uint8))
+
+
+def check_header(header: Buffer, num_bytes: int) -> HeaderCheck:
+    """Return what is wrong with a blob of another length than ours: of another version, or cut. Pure."""
+    found = unpack(header) if num_bytes >= ENVELOPE_BYTES else HeaderCheck.DAMAGED
+    return found if isinstance(found, HeaderCheck) else HeaderCheck.DAMAGED
