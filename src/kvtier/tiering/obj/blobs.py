@@ -278,9 +278,7 @@ class ObjBlobs(Blobs):
             if is_bucket_missing(error):
                 raise
             return Got(GotKind.ABSENT)
-        head = body[: len(target.header)]
-        target.header[: len(head)] = head
-        target.landed(num_bytes, body[len(target.header) :])
+        target.take(body, num_bytes)
         return Got(GotKind.READ, num_bytes, written_s)
 
     def _is_endless(self, name: str) -> bool:

@@ -105,6 +105,17 @@ class Target(ABC):
     def __init__(self, name: str, header: memoryview, row: memoryview) -> None:
         self.name, self.header, self.row = name, header, row
 
+    def take(self, value: memoryview, num_bytes: int | None = None) -> None:
+        """Take a blob that stands in memory of the client's, and check it as ``landed`` does.
+
+        Args:
+            value: all of it, or its first 128 bytes where it is of another length than header and row together.
+            num_bytes: length of the whole blob; None: that of ``value``.
+        """
+        head = value[:ENVELOPE_BYTES]
+        self.header[: len(head)] = head
+        self.landed(len(value) if num_bytes is None else num_bytes, value[ENVELOPE_BYTES:])
+
     @abstractmethod
     def landed(self, num_bytes: int, payload: Buffer | None = None) -> None:
         """Check what was read, and decrypt it; call it before the next blob is read.

@@ -7,6 +7,7 @@ engines and models; each namespace has its own names, and what is there shares o
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from typing import ClassVar
 
 from kvtier.base import OffloadKey, ReqContext
@@ -112,10 +113,11 @@ class BlobTier(ThreadedTier[BlobNamespace]):
         Args:
             own: as in a configuration.
             clock: seconds, monotonic.
-            rows: the primary's; None for a command without an engine, which changes nothing there.
+            rows: the primary's; None for a command without an engine, which makes nothing there.
 
         Raises:
-            ConfigError: a setting that cannot work; without an engine also that there is nothing of that name.
+            ConfigError: a setting that cannot work.
+            TierError: there is nothing of that name, where it is not made.
         """
 
     @classmethod
@@ -135,13 +137,11 @@ class BlobTier(ThreadedTier[BlobNamespace]):
 
     @classmethod
     def probe(cls, own: Mapping[str, object]) -> list[TierFinding]:
-        blobs = cls.open_blobs(own, time.monotonic, None)
         try:
-            blobs.check()
+            with closing(cls.open_blobs(own, time.monotonic, None)) as blobs:
+                blobs.check()
         except TierError as error:
             return [TierFinding(is_good=False, text=str(error))]
-        finally:
-            blobs.close()
         return [TierFinding(is_good=True, text=f"{blobs.where} answers and may be read")]
 
     def explain(
