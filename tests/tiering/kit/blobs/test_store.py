@@ -1,0 +1,366 @@
+"""The block store over named bytes: what it makes of the outcomes of single names, on a backend of the test's own."""
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import pytest
+
+from kvtier.base import OffloadKey, ReqContext
+from kvtier.errors import ConfigError, TierError
+from kvtier.misses import MissCause
+from kvtier.settings import parse_settings
+from kvtier.testing.clock import ManualClock
+from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, key_of, make_config, make_rows
+from kvtier.tiering.kit.backend import Rows
+from kvtier.tiering.kit.blobs import (
+    Blob,
+    Blobs,
+    BlobSettings,
+    BlobTier,
+    FolderNames,
+    Got,
+    GotKind,
+    Lent,
+    Listed,
+    Put,
+    PutKind,
+    Size,
+    Target,
+)
+from kvtier.tiering.kit.blobs.store import REMEMBERED_S
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
+from kvtier.tiering.kit.health import SAID_S
+
+HANG_GUARD_S = 60.0
+BLOCK_BYTES = ENVELOPE_BYTES + ROW_BYTES
+TTL_S = 1000.0
+NOW_S = 1_800_000_000.0
+
+
+class Shelf(Blobs):
+    """Values in a dictionary, with outcomes that a test sets by name."""
+
+    def __init__(self) -> None:
+        self.names = FolderNames()
+        self.where = "the shelf"
+        self.values: dict[str, tuple[bytes, float]] = {}
+        self.puts: dict[str, Put] = {}
+        self.gots: dict[str, Got] = {}
+        self.sent: list[str] = []
+        self.is_away = False
+        self.cannot_remove = False
+        self.now_s = NOW_S
+
+    def name_of(self, number: int) -> str:
+        """Return the name of a block, of whatever namespace has it or is spoken of."""
+        suffix = f"/{key_of(number).hex()}.kv"
+        return next(name for name in self.values if name.endswith(suffix))
+
+    def put_new(self, blobs: Sequence[Blob], end_s: float | None) -> list[Put]:
+        self._require_here()
+        return [self._put(blob) for blob in blobs]
+
+    def get_into(self, targets: Sequence[Target], end_s: float | None) -> list[Got]:
+        self._require_here()
+        return [self._get(target) for target in targets]
+
+    def sizes(self, names: Sequence[str], *, renews: bool) -> dict[str, Size]:
+        self._require_here()
+        found = {name: self.values[name] for name in names if name in self.values}
+        return {name: Size(len(value), written_s) for name, (value, written_s) in found.items()}
+
+    def read_each(self, names: Sequence[str], max_bytes: int) -> dict[str, memoryview]:
+        return {name: memoryview(self.values[name][0])[:max_bytes] for name in names if name in self.values}
+
+    def remove(
+        self, names: Sequence[str], unless_used_since: Mapping[str, float] | None = None
+    ) -> Collection[str]:
+        if self.cannot_remove:
+            raise TierError("shelf", "nothing can be removed now")
+        return [name for name in names if self.values.pop(name, None) is not None]
+
+    def list_all(self, namespace: str | None = None) -> Iterator[Listed]:
+        for name, (value, written_s) in list(self.values.items()):
+            yield Listed(written_s, name, len(value))
+
+    def check(self) -> None:
+        self._require_here()
+
+    def _put(self, blob: Blob) -> Put:
+        self.sent.append(blob.name)
+        outcome = next((put for end, put in self.puts.items() if blob.name.endswith(end)), None)
+        if outcome is not None:
+            return outcome
+        if blob.name in self.values:
+            return Put(PutKind.EXISTED)
+        self.values[blob.name] = b"".join(blob.parts), self.now_s
+        return Put(PutKind.WRITTEN)
+
+    def _get(self, target: Target) -> Got:
+        outcome = next((got for end, got in self.gots.items() if target.name.endswith(end)), None)
+        if outcome is not None:
+            return outcome
+        if target.name not in self.values:
+            return Got(GotKind.ABSENT)
+        value, written_s = self.values[target.name]
+        target.take(memoryview(value))
+        return Got(GotKind.READ, len(value), written_s)
+
+    def _require_here(self) -> None:
+        if self.is_away:
+            raise TierError("shelf", "nobody answers")
+
+
+class ShelfTier(BlobTier):
+    """A tier on the shelf of the test."""
+
+    own_settings = BlobSettings
+    place_setting = "num_threads"
+    shelf: Shelf
+
+    @staticmethod
+    def get_tier_type() -> str:
+        return "shelf"
+
+    @classmethod
+    def open_blobs(cls, own: Mapping[str, object], clock: Callable[[], float], rows: Rows | None) -> Shelf:
+        del clock, rows
+        cls.shelf.settings = parse_settings(BlobSettings, own)
+        return cls.shelf
+
+
+Start = Callable[..., TierDriver]
+
+
+@pytest.fixture
+def shelf() -> Shelf:
+    ShelfTier.shelf = Shelf()
+    return ShelfTier.shelf
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def start(shelf: Shelf, clock: ManualClock) -> Iterator[Start]:
+    """Build tiers on the shelf."""
+    drivers: list[TierDriver] = []
+
+    def make(**own: object) -> TierDriver:
+        rows = make_rows()
+        tier = ShelfTier(
+            make_config(),
+            rows,
+            clock=clock,
+            wall_clock=lambda: shelf.now_s,
+            **({"num_threads": 1} | own),  # type: ignore[arg-type]  # a test's own
+        )
+        drivers.append(TierDriver(tier, rows))
+        return drivers[-1]
+
+    yield make
+    for driver in drivers:
+        assert driver.tier.shutdown(HANG_GUARD_S)
+
+
+def end_of(number: int) -> str:
+    """Return how the name of a block ends."""
+    return f"/{key_of(number).hex()}.kv"
+
+
+def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "is_fault"),
+    [
+        (PutKind.NO_ROOM, "declined", False),
+        (PutKind.REFUSED, "store_errors", False),
+        (PutKind.FAILED, "store_errors", True),
+    ],
+)
+def test_a_block_that_is_not_written_is_counted_by_its_outcome_and_alone(
+    start: Start, shelf: Shelf, kind: PutKind, count: str, *, is_fault: bool
+) -> None:
+    shelf.puts = {end_of(2): Put(kind, "no")}
+    driver = start()
+    result = driver.store([1, 2, 3])
+    assert result.successful_keys == frozenset({key_of(1), key_of(3)})
+    assert result.is_fault is is_fault
+    stats = driver.tier.stats()
+    assert (stats["stored_blocks"], stats[count]) == (2, 1)
+    assert stats["stored_bytes"] == 2 * ROW_BYTES
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "is_fault"),
+    [
+        (GotKind.ABSENT, "absent", False),
+        (GotKind.REFUSED, "foreign", False),
+        (GotKind.FAILED, "io_error", True),
+    ],
+)
+def test_a_block_that_is_not_read_is_counted_by_its_outcome_and_alone(
+    start: Start, shelf: Shelf, kind: GotKind, count: str, *, is_fault: bool
+) -> None:
+    driver = start()
+    assert driver.store([1, 2, 3]).success
+    shelf.gots = {end_of(2): Got(kind)}
+    result = driver.load([1, 2, 3])
+    assert result.successful_keys == frozenset({key_of(1), key_of(3)})
+    assert result.is_fault is is_fault
+    assert driver.tier.stats()[count] == 1
+
+
+def test_what_is_damaged_and_cannot_be_removed_hides_nothing_that_was_loaded(
+    start: Start, shelf: Shelf
+) -> None:
+    driver = start()
+    assert driver.store([1, 2, 3]).success
+    value, written_s = shelf.values[shelf.name_of(2)]
+    shelf.values[shelf.name_of(2)] = value[:-1] + bytes([value[-1] ^ 1]), written_s
+    shelf.cannot_remove = True
+    assert driver.load_right([1, 2, 3]) == {1, 3}
+    assert driver.tier.stats()["damaged"] == 1
+
+
+def test_a_reason_is_said_once_and_again_after_a_while(
+    start: Start, shelf: Shelf, clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    shelf.puts = {end_of(1): Put(PutKind.REFUSED, "too long"), end_of(2): Put(PutKind.REFUSED, "too long")}
+    driver = start()
+    for _ in range(3):
+        driver.store([1, 2, 3])
+    assert len(lines_of(caplog)) == 1
+    assert f"of {BLOCK_BYTES} bytes was not stored: too long" in lines_of(caplog)[0]
+    shelf.puts[end_of(2)] = Put(PutKind.FAILED, "too slow")
+    driver.store([1, 2])
+    assert len(lines_of(caplog)) == 2
+    clock.advance(SAID_S)
+    driver.store([1])
+    assert len(lines_of(caplog)) == 3
+
+
+def test_what_was_stored_is_sent_again_only_after_a_minute_or_when_it_is_gone(
+    start: Start, shelf: Shelf, clock: ManualClock
+) -> None:
+    driver = start()
+    assert driver.store([1, 2]).success
+    num_sent = len(shelf.sent)
+    assert driver.store([1, 2]).success
+    assert len(shelf.sent) == num_sent
+    clock.advance(REMEMBERED_S)
+    assert driver.store([1]).success
+    assert len(shelf.sent) == num_sent + 1
+    assert driver.tier.stats()["existed"] == 3
+    del shelf.values[shelf.name_of(1)]
+    assert not driver.load([1]).success
+    assert driver.store([1]).success
+    assert driver.load_right([1]) == {1}
+
+
+def test_a_purge_forgets_what_was_stored(start: Start, shelf: Shelf) -> None:
+    driver = start()
+    assert driver.store([1, 2]).success
+    assert driver.tier.purge() is None
+    driver.poll_until(lambda: not isinstance(driver.tier.poll_purge(), int))
+    assert not [name for name in shelf.values if name.endswith(".kv")]
+    assert driver.store([1]).success
+    assert driver.load_right([1]) == {1}
+
+
+def test_a_block_that_is_over_is_no_hit_and_is_written_anew(start: Start, shelf: Shelf) -> None:
+    assert start(ttl_s=TTL_S).store([1, 2]).success
+    shelf.now_s += 2 * TTL_S
+    driver = start(ttl_s=TTL_S)
+    assert not driver.load([1]).success
+    miss = driver.tier.explain(key_of(1), ReqContext("r"))
+    assert miss is not None
+    assert miss.cause is MissCause.EXPIRED
+    assert driver.store([1]).success
+    assert shelf.values[shelf.name_of(1)][1] == shelf.now_s
+    assert driver.load_right([1, 2]) == {1}
+
+
+def test_a_backend_that_keeps_the_time_itself_has_the_last_word(start: Start, shelf: Shelf) -> None:
+    shelf.expires_itself = True
+    driver = start(ttl_s=TTL_S)
+    assert driver.store([1]).success
+    shelf.now_s += 2 * TTL_S
+    assert driver.load_right([1]) == {1}
+
+
+@pytest.mark.parametrize(("name", "value"), [("capacity_bytes", 2**30), ("ttl_s", 60)])
+def test_where_nothing_can_be_listed_what_needs_it_is_refused(
+    start: Start, shelf: Shelf, name: str, value: object
+) -> None:
+    shelf.can_list = False
+    with pytest.raises(ConfigError, match=f"{name}.*where nothing can be listed"):
+        start(**{name: value})
+    with pytest.raises(ConfigError, match="cannot say what is in it"):
+        ShelfTier.open_place({})
+
+
+def test_a_backend_that_answers_for_none_fails_the_call(start: Start, shelf: Shelf) -> None:
+    driver = start()
+    shelf.is_away = True
+    stored, loaded = driver.store([1]), driver.load([1])
+    assert not stored.success
+    assert stored.is_fault
+    assert not loaded.success
+    assert loaded.is_fault
+    shelf.is_away = False
+    assert driver.store([1]).success
+
+
+def test_a_document_that_was_not_written_is_no_sign_of_lost_data(
+    start: Start, shelf: Shelf, clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    shelf.puts = {"namespace.json": Put(PutKind.REFUSED, "409")}
+    driver = start()
+    assert driver.store([1]).success
+    shelf.puts = {}
+    clock.advance(3600.0)
+    assert not driver.load([2]).success
+    assert not lines_of(caplog)
+    assert driver.store([3]).success
+    assert any(name.endswith("namespace.json") for name in shelf.values)
+
+
+class LendingShelf(Shelf):
+    """Sends headers from memory of its own alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = memoryview(bytearray(64 * ENVELOPE_BYTES))
+        self.lent: list[bool] = []
+
+    @contextmanager
+    def lend_headers(self, num_blocks: int, *, has_scratch: bool) -> Iterator[list[Lent]]:
+        starts = range(0, num_blocks * ENVELOPE_BYTES, ENVELOPE_BYTES)
+        yield [Lent(self.memory[begin : begin + ENVELOPE_BYTES], is_registered=True) for begin in starts]
+
+    def _put(self, blob: Blob) -> Put:
+        header, _ = blob.parts if blob.name.endswith(".kv") else (b"", b"")
+        self.lent.append(isinstance(header, memoryview) and header.obj is self.memory.obj)
+        return super()._put(blob)
+
+
+def test_headers_stand_in_the_memory_that_the_backend_lends(start: Start) -> None:
+    shelf = ShelfTier.shelf = LendingShelf()
+    driver = start()
+    assert driver.store([1, 2]).success
+    assert shelf.lent == [False, True, True]  # the first is the document
+    assert driver.load_right([1, 2]) == {1, 2}
+
+
+def test_keys_of_a_block_and_its_name_belong_together() -> None:
+    names = FolderNames("a/b")
+    key = OffloadKey(b"\x00" * 36)
+    parsed = names.parse(names.block("0" * 32, key))
+    assert parsed is not None
+    assert parsed.block == key
