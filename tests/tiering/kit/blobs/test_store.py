@@ -331,6 +331,17 @@ def test_a_document_that_was_not_written_is_no_sign_of_lost_data(
     assert any(name.endswith("namespace.json") for name in shelf.values)
 
 
+def test_a_document_that_is_locked_is_no_sign_of_lost_data(
+    start: Start, shelf: Shelf, clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = start()
+    assert driver.store([1]).success
+    shelf.puts = {"namespace.json": Put(PutKind.REFUSED, "409")}
+    clock.advance(3600.0)
+    assert not driver.load([2]).success
+    assert not lines_of(caplog)
+
+
 class LendingShelf(Shelf):
     """Sends headers from memory of its own alone."""
 
