@@ -400,7 +400,10 @@ class BlobStore(BlockStore[BlobNamespace], PageKeeper[BlobNamespace]):
         if self._lifetime is None or len(whole) == len(unsure):
             return whole, {}
         sizes = self._blobs.sizes([block.name for block in unsure], renews=False)
-        over = [one for one in unsure if (size := sizes.get(one.name)) and self._is_over(size.written_s)]
+        # One that is gone was over too: the evictor has removed it meanwhile.
+        over = [
+            one for one in unsure if (size := sizes.get(one.name)) is None or self._is_over(size.written_s)
+        ]
         if not over:
             return whole, {}
         self._blobs.remove([block.name for block in over])
