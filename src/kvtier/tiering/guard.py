@@ -200,7 +200,7 @@ class GuardedTier:
             self._count_failure(CallFailure("get_finished", error))
             self.is_out_of_service, self.reports_jobs = True, False
             results = []
-        num_unanswered = self._call("drain_unanswered", self.tier.drain_unanswered)
+        num_unanswered = self._call("drain_unanswered", lambda: int(self.tier.drain_unanswered()))
         for _ in range(0 if isinstance(num_unanswered, CallFailure) else num_unanswered):
             self.breaker.record_no_response()
         return results
@@ -316,7 +316,7 @@ class GuardedTier:
         if not self.breaker.is_closed:
             return down(self.name, "circuit breaker open")
         found = self._call("explain", self.tier.explain, key, req_context, behind)
-        known = None if isinstance(found, CallFailure) else found
+        known = found if isinstance(found, Miss) else None
         if known is not None and known.cause is not MissCause.OTHER_NAMESPACE:
             return known
         return self.departed.explain(key) or known
@@ -342,7 +342,7 @@ class GuardedTier:
         """Make the tier drop every block, or a tenant's; return how that ended, if it has by now or cannot begin."""
         if self.is_out_of_service:
             return PurgeOutcome(0, error="it is out of service: restart the engine")
-        begun = self._call("purge", self.tier.purge, tenant)
+        begun = self._call("purge", lambda: as_outcome(self.tier.purge(tenant)))
         if isinstance(begun, CallFailure):
             return self._end_purge(PurgeOutcome(0, error=str(begun.error)))
         is_refused = begun is not None and begun.error and not begun.num_blocks
@@ -350,7 +350,7 @@ class GuardedTier:
 
     def poll_purge(self) -> PurgeOutcome | int:
         """Return how the purge of the tier ended, or how many blocks it has removed so far."""
-        found = self._call("poll_purge", self.tier.poll_purge)
+        found = self._call("poll_purge", lambda: as_progress(self.tier.poll_purge()))
         if isinstance(found, CallFailure):
             found = PurgeOutcome(0, error=str(found.error))
         return self._end_purge(found) if isinstance(found, PurgeOutcome) else found
@@ -459,6 +459,27 @@ def as_list(drain: Callable[[], Collection[OffloadKey] | None]) -> list[OffloadK
     """
     keys = drain()
     return None if keys is None else list(keys)
+
+
+def as_outcome(outcome: PurgeOutcome | None) -> PurgeOutcome | None:
+    """Return how a tier says its purge has ended, with the types that it should have; None while it goes on. Pure.
+
+    Raises:
+        TypeError, ValueError, AttributeError: it is no outcome.
+    """
+    if outcome is None:
+        return None
+    return PurgeOutcome(int(outcome.num_blocks), list(outcome.keys), str(outcome.error))
+
+
+def as_progress(found: PurgeOutcome | int) -> PurgeOutcome | int:
+    """Return what a tier says of a purge under way, with the types that it should have; likewise."""
+    if isinstance(found, int):
+        return int(found)
+    outcome = as_outcome(found)
+    if outcome is None:
+        raise TypeError("poll_purge returned None: a number of blocks while it goes on, then a PurgeOutcome")
+    return outcome
 
 
 def as_result(result: JobResult) -> JobResult:

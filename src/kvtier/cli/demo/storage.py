@@ -5,6 +5,7 @@ prints how a tier reaches the server as one line of JSON, and ends the server wh
 kernel closes that when the demo dies in any way, so no server outlives it.
 """
 
+import fcntl
 import json
 import os
 import secrets
@@ -36,6 +37,8 @@ START_S = 60.0
 """Seconds until a server must have accepted its first value; the slowest needs ten on a busy machine."""
 
 POLL_S, STOP_S = 0.1, 10.0
+
+TEMPORARY_PREFIX = "kvtier-demo-"
 
 BUCKET = "kvtier-demo"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "kvtier-demo", "AWS_SECRET_ACCESS_KEY": "of-a-server-on-loopback"}
@@ -81,8 +84,7 @@ def open_storage(tier: str, directory: Path | None) -> Iterator[Settings]:
     """
     with ExitStack() as stack:
         if directory is None:
-            temporary = tempfile.TemporaryDirectory(prefix="kvtier-demo-", ignore_cleanup_errors=True)
-            folder = Path(stack.enter_context(temporary))
+            folder = stack.enter_context(_temporary_folder())
         else:
             folder = directory.absolute()
             _require_writable(folder)
@@ -276,6 +278,49 @@ def _locate(tier: str, folder: Path) -> Settings:
     offered = {"root_dir": str(folder), "path": str(folder / "blocks"), "capacity_bytes": CAPACITY}
     wanted = own_setting_names(TIERS.resolve(tier))
     return {name: value for name, value in offered.items() if name in wanted}
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    """Yield a folder that is removed at the end; those of demos that were killed go first.
+
+    A folder is locked while its demo lives. The kernel drops the lock when the process dies.
+    """
+    parent = Path(tempfile.gettempdir())
+    for abandoned in parent.glob(f"{TEMPORARY_PREFIX}*"):
+        with _locked(abandoned) as is_ours:
+            if is_ours:
+                shutil.rmtree(abandoned, ignore_errors=True)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=parent))
+        with _locked(folder) as is_ours:
+            # A demo that starts now may have removed the new folder, which was not locked yet.
+            if is_ours and folder.is_dir():
+                try:
+                    yield folder
+                finally:
+                    shutil.rmtree(folder, ignore_errors=True)
+                return
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Lock a folder until the block ends; yield False where it is in use or not this user's."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        yield False
+        return
+    try:
+        is_ours = os.fstat(fd).st_uid == os.geteuid()
+        if is_ours:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                is_ours = False
+        yield is_ours
+    finally:
+        os.close(fd)
 
 
 def _require_writable(folder: Path) -> None:

@@ -371,17 +371,16 @@ class RequestServer:
             tokens_by_tier = scheduler.get_tokens_by_tier(request.request_id, num_external_tokens)
         if not num_external_tokens:
             return {}
-        failed = self._wait_for_load(request)
+        failed = self._wait_for_load()
         return split_origins(self._device.complete_load(request, num_external_tokens, failed), tokens_by_tier)
 
-    def _wait_for_load(self, _request: Request) -> set[int]:
-        """Step until the request's load has ended; return the device blocks whose load failed."""
+    def _wait_for_load(self) -> set[int]:
+        """Step until the load under way has ended; return the device blocks whose load failed."""
         while self._is_loading:
             self._step(StepOutput())
             if self._is_loading and self._halves is not None:
-                with (
-                    DeferredInterrupt()
-                ):  # an interrupt must not leave the reports of the copy threads half read
+                # An interrupt must not leave the reports of the copy threads half read.
+                with DeferredInterrupt():
                     self._halves.worker.wait_for_loads()
         failed, self._failed_block_ids = self._failed_block_ids, set()
         return failed
@@ -467,7 +466,7 @@ class RequestServer:
         if self._halves is None:
             return
         scheduler = self._halves.scheduler
-        self._wait_for_load(request)
+        self._wait_for_load()
         scheduler.request_finished(request, request.stop, is_traffic=request.is_traffic)
         self._step(StepOutput(finished_req_ids=frozenset({request.request_id})))
         if self._spans.is_active:
