@@ -220,6 +220,19 @@ def test_a_tier_that_fails_or_cannot_is_named_with_the_reason(driver: TieringDri
         driver.manager.purge(["script"])
 
 
+@pytest.mark.parametrize("answer", [[key_of(1)], "done", object(), 3.5])
+@pytest.mark.parametrize("call", ["purge", "poll_purge"])
+def test_an_answer_that_is_no_outcome_ends_the_purge_and_not_the_engine(
+    driver: TieringDriver, call: str, answer: object
+) -> None:
+    setattr(tier_of(driver), call, lambda *_: answer)
+
+    purged = end(driver, driver.manager.purge(["scripted"]))
+
+    assert list(purged.unable) == ["scripted"]
+    assert driver.manager.stats()["tier.0.scripted.errors"] == 1
+
+
 def test_a_miss_while_a_purge_is_under_way_says_so(driver: TieringDriver) -> None:
     driver.manager.purge(["scripted"])
     asked = ReqContext("asked")
