@@ -226,7 +226,10 @@ class Evictor:
             if self._is_closed:
                 return True
             page = victims[begin : begin + PAGE_BLOBS]
-            self._blobs.remove([victim.name for victim in page])
+            # One that was over may have been written anew since it was listed.
+            self._blobs.remove(
+                [victim.name for victim in page], {victim.name: victim.used_s for victim in page}
+            )
             if self._quotas is not None:
                 self._quotas.on_removed(page)
             self._counters.add(evicted=len(page), evicted_bytes=sum(victim.num_bytes for victim in page))
