@@ -200,8 +200,8 @@ class GuardedTier:
             self._count_failure(CallFailure("get_finished", error))
             self.is_out_of_service, self.reports_jobs = True, False
             results = []
-        num_unanswered = self._call("drain_unanswered", lambda: int(self.tier.drain_unanswered()))
-        for _ in range(0 if isinstance(num_unanswered, CallFailure) else num_unanswered):
+        num_unanswered = self._call("drain_unanswered", self.tier.drain_unanswered)
+        for _ in range(num_unanswered if isinstance(num_unanswered, int) else 0):
             self.breaker.record_no_response()
         return results
 

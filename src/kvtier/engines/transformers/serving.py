@@ -445,7 +445,14 @@ class RequestServer:
             return
         scheduler, manager = self._halves.scheduler, self._halves.manager
         plan = request.plan_step(0)
-        while scheduler.has_unstored(request.request_id) and manager.will_have_room():
+
+        def may_come() -> bool:
+            return scheduler.has_open_stores() or manager.will_have_room()
+
+        # Room that came while a step ended is there for the next: a step that began with none to come is the last.
+        had_to_come = True
+        while scheduler.has_unstored(request.request_id) and (had_to_come or may_come()):
+            had_to_come = may_come()
             self._step(plan)
             self._pause(POLL_INTERVAL_S)
 
