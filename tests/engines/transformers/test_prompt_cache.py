@@ -136,6 +136,20 @@ def test_with_must_write_every_block_is_in_the_directory_after_one_drain(
         assert after.run(prompt, 1).sources["fs"] == PROMPT_TOKENS
 
 
+@pytest.mark.parametrize("num_rows", [2, 4, 30])
+def test_room_that_came_while_a_step_ended_is_used_by_the_next(
+    llama: LlamaForCausalLM,
+    prompt_of: PromptOf,
+    make_engine: MakeEngine,
+    tmp_path: Path,
+    num_rows: int,
+) -> None:
+    # The tier has its blocks as soon as it is given them, so no step ever finds one under way.
+    filled = Filled(make_engine, llama, prompt_of, tmp_path, num_rows, cascade="must_write", type="example")
+    assert filled.engine.drain(WAIT_S)
+    assert filled.engine.stats()["tier.0.example.blocks"] == NUM_BLOCKS
+
+
 def test_a_tier_that_fails_ends_no_request_and_its_blocks_are_lost_and_said(
     llama: LlamaForCausalLM,
     prompt_of: PromptOf,
