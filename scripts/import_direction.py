@@ -42,6 +42,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "hints",
             "histogram",
             "departed",
+            "seen",
             "tenants",
         }
     ),

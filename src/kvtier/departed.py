@@ -27,6 +27,10 @@ MAX_REMEMBERED_BLOCKS = 2**20
 """Blocks that one memory has at most, 16 MB. Fewer explain less of what a large tier has lost; more take memory from
 the tier itself."""
 
+MIN_REMEMBERED_BLOCKS = 65_536
+"""Blocks that the memory of a place has at least, 1 MB once a block has left. What leaves is as much as the traffic
+brings, however little a place holds: with fewer a small place forgets what it has lost before that is asked for."""
+
 MAX_WAITING_KEYS = 2048
 """Keys that wait to be put into the arrays. More hold more keys alive, about 70 bytes each; fewer pay for the start of
 each numpy call more often."""
@@ -323,7 +327,7 @@ def make_losses(tier: str, max_blocks: int, clock: Callable[[], float]) -> Depar
         Miss(MissCause.PURGED, tier),
         Miss(MissCause.LOAD_FAILED, tier, MappingProxyType({"reason": "of another version or key"})),
     )
-    return DepartedBlocks(max_blocks, clock, kinds)
+    return DepartedBlocks(max(max_blocks, MIN_REMEMBERED_BLOCKS), clock, kinds)
 
 
 class HostDeparture(IntEnum):
@@ -357,4 +361,4 @@ def make_host_departures(num_blocks: int, clock: Callable[[], float]) -> Departe
         Miss(MissCause.EXPIRED, HOST_ORIGIN),
     )
     stride = HOST_STRIDE if num_blocks > MAX_ALL_REMEMBERED else 1
-    return DepartedBlocks(num_blocks, clock, kinds, stride)
+    return DepartedBlocks(max(num_blocks, MIN_REMEMBERED_BLOCKS), clock, kinds, stride)

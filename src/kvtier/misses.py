@@ -27,6 +27,9 @@ UNKNOWN_TENANT_REASON = "tenant unknown"
 NO_KEY_REASON = "no key"
 """The same where an encrypted tier has no key for the tenant of a block."""
 
+MORE_FIELDS = "and"
+"""The detail that says in how many fields more a namespace differs than are named."""
+
 DEVICE_ORIGIN = "device"
 """The origin of tokens that device memory held."""
 
@@ -56,6 +59,10 @@ class MissCause(Enum):
     PARTIAL_BLOCK = "partial_block"
 
 
+SUSPICIONS = frozenset({MissCause.OTHER_NAMESPACE, MissCause.NEVER_SEEN})
+"""Causes that a tier suspects: whatever any place remembers of the block goes before them."""
+
+
 class NotStored(Enum):
     """Why a block that was computed here is not kept; the detail "reason" of ``MissCause.NOT_STORED``."""
 
@@ -76,7 +83,7 @@ class Miss(NamedTuple):
         cause: why.
         tier: the type of the tier that it is about, "host" for the primary; empty when it is about none.
         detail: what is known besides; every value is a number or a short text. "ago_s" is how many seconds ago it
-            happened, "reason" names a kind within the cause.
+            happened, "reason" names a kind within the cause, "known_s" is for how many seconds nothing named it.
     """
 
     cause: MissCause
@@ -85,6 +92,8 @@ class Miss(NamedTuple):
 
 
 NEVER_SEEN = Miss(MissCause.NEVER_SEEN)
+FORGOTTEN = Miss(MissCause.EVICTED)
+"""Of a block that an earlier request had, and that left so long ago that when and from where is no longer known."""
 
 
 def not_stored(reason: NotStored, tier: str = HOST_ORIGIN) -> Miss:

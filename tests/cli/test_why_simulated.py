@@ -111,3 +111,33 @@ def test_wrong_options_are_refused_in_one_line(
 
     (line,) = capsys.readouterr().err.splitlines()
     assert what in line
+
+
+def test_new_prompts_are_as_many_whatever_host_memory_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    seen = []
+    for host in ("64GiB", "4GiB", "1GiB"):
+        assert (
+            main(["why", "--simulate", "--example", "chat", "--requests", "600", "--host", host, "--json"])
+            == 0
+        )
+        report = json.loads(capsys.readouterr().out)
+        seen.append(sum(row["tokens"] for row in report["causes"] if row["cause"] == "never_seen"))
+
+    assert seen[0] == seen[1] == seen[2] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "num_requests"), [(["--since", "1s"], 1), (["--request", "2"], 1), (["--since", "100d"], 3)]
+)
+def test_some_requests_are_chosen(
+    trace: Path, capsys: pytest.CaptureFixture[str], options: list[str], num_requests: int
+) -> None:
+    assert main(["why", "--simulate", str(trace), *SIZES, *options, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["requests"] == num_requests
+
+
+def test_an_id_that_no_request_has_is_refused_with_those_that_are_there(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["why", "--simulate", str(trace), *SIZES, "--request", "nobody"]) == 2
+    assert "nobody" in capsys.readouterr().err

@@ -1,21 +1,26 @@
 """A scheduler half over real tiers, as an operator has configured it, and requests that it serves."""
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
 from tests.connector.fakes import HASH_TOKENS, FakeBlocks, FakeRequest, FakeSpec, make_first_step, report_jobs
 
+from kvtier.base import OffloadKey
 from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.cpu.manager import CPUPrimaryTierOffloadingManager
+from kvtier.cpu.policies.lru import LRUCachePolicy
 from kvtier.engines.common.step import StepOutput
 from kvtier.misses import Miss, MissCause, NotStored, RequestRecord, not_stored
 from kvtier.observe.why import WhyReport, explain_records
 from kvtier.testing.clock import ManualClock
+from kvtier.testing.faults import Faults, FaultyTier
 from kvtier.testing.tiering_driver import ROW_BYTES, ArrayRegion
 from kvtier.tiering.base import SecondaryTierManager, TierSettings
+from kvtier.tiering.example import ExampleSecondaryTier
 from kvtier.tiering.fs.system import REAL_CALLS, SystemCalls
 from kvtier.tiering.fs.tier import FSTier
 from kvtier.tiering.manager import TieringOffloadingManager
@@ -185,6 +190,47 @@ def fs(
         )
 
     return make
+
+
+ROOMY = TierSettings(max_in_flight_store_bytes=2**30)
+
+
+class RefusingPolicy(LRUCachePolicy):
+    """Keeps nothing that is offered."""
+
+    def admit(self, keys: Collection[OffloadKey], req_id: str) -> Collection[OffloadKey]:
+        return ()
+
+
+def example(settings: TierSettings = ROOMY, max_blocks: int = 1000) -> MakeTier:
+    """Return what builds an example tier."""
+
+    def make(config: OffloadingConfig, view: memoryview, clock: ManualClock) -> SecondaryTierManager:
+        return ExampleSecondaryTier(config, view, max_blocks, settings=settings, clock=clock)
+
+    return make
+
+
+def faulty(faults: Faults, settings: TierSettings = ROOMY) -> MakeTier:
+    """Return what builds an example tier with faults, which a test may change later."""
+
+    def make(config: OffloadingConfig, view: memoryview, clock: ManualClock) -> SecondaryTierManager:
+        inner = ExampleSecondaryTier(config, view, 1000, settings=settings, clock=clock)
+        return FaultyTier(inner, faults, random.Random(1))
+
+    return make
+
+
+class NeverAnswering(ExampleSecondaryTier):
+    """A tier that holds everything and delivers nothing."""
+
+    def lookup(self, key: object, req_context: object) -> bool | None:
+        return None
+
+
+def never_answering(config: OffloadingConfig, view: memoryview, clock: ManualClock) -> SecondaryTierManager:
+    """Build such a tier."""
+    return NeverAnswering(config, view, 1000, settings=ROOMY, clock=clock)
 
 
 def with_model(**fields: str) -> OffloadingConfig:

@@ -1,8 +1,6 @@
 """Each mistake of an operator is named by ``kvtier why``."""
 
-import random
 import shutil
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,58 +9,28 @@ from tests.observe.site import (
     CONFIG,
     NUM_RETURNS,
     PROMPT,
+    ROOMY,
     MakeSite,
-    MakeTier,
     chat,
+    example,
+    faulty,
     fill_host,
     fs,
     miss_in,
+    never_answering,
     not_stored_now,
     serve_again,
     with_model,
     with_settings,
 )
 
-from kvtier.base import OffloadKey
 from kvtier.config import KVGroup, OffloadingConfig
-from kvtier.cpu.policies.lru import LRUCachePolicy
 from kvtier.errors import ConfigError
 from kvtier.misses import Detail, Miss, MissCause, NotStored
 from kvtier.observe.why import Situation, explain_records
-from kvtier.testing.clock import ManualClock
-from kvtier.testing.faults import Faults, FaultyTier
+from kvtier.testing.faults import Faults
 from kvtier.testing.tiering_driver import ROW_BYTES
-from kvtier.tiering.base import SecondaryTierManager, TierSettings
-from kvtier.tiering.example import ExampleSecondaryTier
-
-ROOMY = TierSettings(max_in_flight_store_bytes=2**30)
-
-
-class RefusingPolicy(LRUCachePolicy):
-    """Keeps nothing that is offered."""
-
-    def admit(self, keys: Collection[OffloadKey], req_id: str) -> Collection[OffloadKey]:
-        return ()
-
-
-def example(settings: TierSettings = ROOMY, max_blocks: int = 1000) -> MakeTier:
-    """Return what builds an example tier."""
-
-    def make(config: OffloadingConfig, view: memoryview, clock: ManualClock) -> SecondaryTierManager:
-        return ExampleSecondaryTier(config, view, max_blocks, settings=settings, clock=clock)
-
-    return make
-
-
-def faulty(faults: Faults, settings: TierSettings = ROOMY) -> MakeTier:
-    """Return what builds an example tier with faults, which a test may change later."""
-
-    def make(config: OffloadingConfig, view: memoryview, clock: ManualClock) -> SecondaryTierManager:
-        inner = ExampleSecondaryTier(config, view, 1000, settings=settings, clock=clock)
-        return FaultyTier(inner, faults, random.Random(1))
-
-    return make
-
+from kvtier.tiering.base import TierSettings
 
 # What makes two engines strangers to each other.
 
@@ -150,7 +118,7 @@ def test_a_store_threshold_is_named(make_site: MakeSite) -> None:
 
 
 def test_an_admission_is_named(make_site: MakeSite) -> None:
-    site = make_site(cache_policy="tests.observe.test_misconfigurations:RefusingPolicy")
+    site = make_site(cache_policy="tests.observe.site:RefusingPolicy")
     site.serve(PROMPT)
     site.serve(PROMPT)
 
@@ -235,18 +203,8 @@ def test_a_directory_that_is_too_small_is_named(tmp_path: Path, make_site: MakeS
     assert "fs_too_small" in site.findings
 
 
-class NeverAnswering(ExampleSecondaryTier):
-    """A tier that holds everything and delivers nothing."""
-
-    def lookup(self, key: object, req_context: object) -> bool | None:
-        return None
-
-
 def test_a_tier_slower_than_the_deadline_is_named(make_site: MakeSite) -> None:
-    def make(config: OffloadingConfig, view: memoryview, clock: ManualClock) -> SecondaryTierManager:
-        return NeverAnswering(config, view, 1000, settings=ROOMY, clock=clock)
-
-    site = make_site(make, deadline_s=0.0)
+    site = make_site(never_answering, deadline_s=0.0)
     site.serve(PROMPT)
 
     assert miss_in(site) == Miss(MissCause.LATE, "example", {"deadline_s": 0.0})

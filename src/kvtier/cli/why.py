@@ -19,11 +19,12 @@ from rich.table import Table
 
 from kvtier.cli import traces
 from kvtier.cli.output import command_line, make_table
+from kvtier.cli.place.options import parse_duration
 from kvtier.cli.simulate import options
 from kvtier.cli.simulate.command import show_progress
 from kvtier.cli.simulate.machine import EngineOptions, HostOptions, make_machine
 from kvtier.cli.traces import choose_memory, open_trace
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, UnknownNameError
 from kvtier.input_files import is_file
 from kvtier.misses import RequestRecord
 from kvtier.observe.audit import explain_audit
@@ -35,8 +36,23 @@ from kvtier.sim.formats.kvtier import read_records
 from kvtier.sim.simulate import simulate
 from kvtier.sim.trace import Trace
 
-OWN_PARAMETERS = frozenset({"source", "is_json", "is_simulated"})
+NUM_NAMED = 3
+"""Requests that are named where none has the id that was asked for."""
+
+OWN_PARAMETERS = frozenset({"source", "is_json", "is_simulated", "since", "request"})
 """Parameters of the command that have a meaning without ``--simulate``."""
+
+
+Since = Annotated[
+    str | None,
+    typer.Option(
+        help="Only requests that began within this time before the last one, such as 10m.", show_default=False
+    ),
+]
+RequestId = Annotated[
+    str | None,
+    typer.Option(metavar="ID", help="Only requests whose id is this or begins with it.", show_default=False),
+]
 
 
 def why(
@@ -57,6 +73,8 @@ def why(
             "--simulate", help="Simulate a trace, and explain that; the options below are kvtier simulate's."
         ),
     ] = False,
+    since: Since = None,
+    request: RequestId = None,
     trace_format: traces.TraceFormat = None,
     example: traces.Example = None,
     seed: traces.Seed = 0,
@@ -99,13 +117,47 @@ def why(
         host_options = HostOptions(
             host_size, tier, tier_setting, policy, store_threshold, load_if, hints, hint_noise
         )
-        report = explain_simulation(name, trace, engine_options, host_options)
+        chosen = ChosenRequests(since, request)
+        report = explain_simulation(name, trace, engine_options, host_options, chosen)
     else:
         require_simulation(context)
-        report = explain_source(source)
+        report = explain_source(source, ChosenRequests(since, request))
     show(report, command_line(context, "why"), is_json=is_json)
     if not report.num_requests:
         raise typer.Exit(1)
+
+
+class ChosenRequests:
+    """Which requests a report is about.
+
+    Args:
+        since: a time such as "10m", before the last request; None: all.
+        request: what their ids begin with; None: all.
+
+    Raises:
+        ConfigError: ``since`` is no time.
+    """
+
+    def __init__(self, since: str | None = None, request: str | None = None) -> None:
+        self._since_s = None if since is None else parse_duration("--since", since)
+        self._request = request
+
+    def choose(self, records: Sequence[RequestRecord]) -> Sequence[RequestRecord]:
+        """Return those of ``records``.
+
+        Raises:
+            UnknownNameError: none has the id; the message names the last ones.
+        """
+        if self._since_s is not None and records:
+            begin_s = max(record.began_s for record in records) - self._since_s
+            records = [record for record in records if record.began_s >= begin_s]
+        if self._request is None:
+            return records
+        chosen = [record for record in records if record.req_id.startswith(self._request)]
+        if not chosen:
+            latest = [record.req_id for record in records[-NUM_NAMED:]]
+            raise UnknownNameError("request", self._request, latest)
+        return chosen
 
 
 def show(report: WhyReport, command: Sequence[str], *, is_json: bool) -> None:
@@ -132,7 +184,11 @@ def require_simulation(context: typer.Context) -> None:
 
 
 def explain_simulation(
-    name: str, trace: Trace, engine_options: EngineOptions, host_options: HostOptions
+    name: str,
+    trace: Trace,
+    engine_options: EngineOptions,
+    host_options: HostOptions,
+    chosen: ChosenRequests | None = None,
 ) -> WhyReport:
     """Simulate a trace and return why its prompts were computed.
 
@@ -141,6 +197,7 @@ def explain_simulation(
         trace: its requests.
         engine_options: the engine.
         host_options: its memory, with one policy.
+        chosen: which of its requests; None: all.
 
     Raises:
         ConfigError: a value is not valid, or several policies are named.
@@ -156,10 +213,10 @@ def explain_simulation(
     with show_progress("1 simulation", len(trace.requests), Console(stderr=True)) as note:
         found = simulate(trace, engine, host, on_request=lambda: note(1, None), on_record=records.append)
     situation = Situation(f"a simulation of {Path(name).name}", num_rejected=found.num_rejected)
-    return explain_records(records, situation)
+    return explain_records(records if chosen is None else chosen.choose(records), situation)
 
 
-def explain_source(source: str | None) -> WhyReport:
+def explain_source(source: str | None, chosen: ChosenRequests) -> WhyReport:
     """Return what is known of a recording, of an engine, or of the only engine that runs.
 
     Raises:
@@ -169,7 +226,7 @@ def explain_source(source: str | None) -> WhyReport:
     """
     if source is not None and (os.sep in source or is_file(Path(source))):
         trace = Path(source)
-        return explain_records(list(read_records(trace)), Situation(f"recording {trace.name}"))
+        return explain_records(chosen.choose(list(read_records(trace))), Situation(f"recording {trace.name}"))
     if source is None and not find_instances():
         return explain_records([], Situation(has_engine=False))
     instance = choose_instance(source)
@@ -178,7 +235,7 @@ def explain_source(source: str | None) -> WhyReport:
         numbers = connection.ask("stats")["stats"]
     num_requests = numbers.get("connector.recorded_requests")
     report = explain_records(
-        records,
+        chosen.choose(records),
         Situation(f"engine {instance.id}", num_requests=None if num_requests is None else int(num_requests)),
     )
     return replace(report, findings=[*explain_audit(numbers), *report.findings])

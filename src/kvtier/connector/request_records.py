@@ -12,8 +12,9 @@ has ended: a load that failed turns its tokens into missed ones.
 import os
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from types import MappingProxyType
 from typing import NamedTuple
@@ -24,17 +25,17 @@ from kvtier.connector.features import UNDECIDED, RequestFeature, Withheld
 from kvtier.connector.groups import GroupLayout
 from kvtier.connector.jobs import OpenTransfer
 from kvtier.connector.metrics import add_tokens
-from kvtier.connector.prefix_search import SearchGroups, split_by_need
+from kvtier.connector.missed_parts import divide_missed, origin_of
+from kvtier.connector.prefix_search import split_by_need
 from kvtier.connector.protocols import Request
-from kvtier.connector.request_state import FoundPrefix, RequestState
-from kvtier.cpu.common import CPULoadStoreSpec
+from kvtier.connector.request_state import RequestState
 from kvtier.departed import DepartedBlocks
 from kvtier.misses import (
     DEVICE_ORIGIN,
+    FORGOTTEN,
     HOST_ORIGIN,
     MISSED_TOKENS,
     NEVER_SEEN,
-    UNKNOWN_TENANT_REASON,
     Miss,
     MissCause,
     MissedRun,
@@ -42,6 +43,7 @@ from kvtier.misses import (
     RequestRecord,
     not_stored,
 )
+from kvtier.seen import SeenBlocks
 
 MAX_RECORDS = 1000
 """Requests whose records are kept, some 600 bytes each. More take longer to read through a control socket."""
@@ -52,25 +54,13 @@ MAX_UNSTORED_BLOCKS = 2**18
 MAX_BEHIND = 16
 """Blocks behind the first missing one that a manager is given; more than any of them looks at."""
 
+OF_OWN_PAST = frozenset({MissCause.EVICTED, MissCause.EXPIRED, MissCause.NOT_STORED})
+"""Causes that are about blocks which this engine has had: what no earlier request had has another cause."""
+
 PARTIAL_BLOCK = Miss(MissCause.PARTIAL_BLOCK)
-NOT_CONNECTED = Miss(MissCause.TIER_DOWN, HOST_ORIGIN, MappingProxyType({"reason": "workers not connected"}))
-ENGINE_DECLINED = Miss(MissCause.LIMITED, "", MappingProxyType({"reason": "the engine did not load it"}))
-UNKNOWN_TENANT = Miss(MissCause.LIMITED, "", MappingProxyType({"reason": UNKNOWN_TENANT_REASON}))
 LOAD_LOST = Miss(MissCause.LOAD_FAILED, HOST_ORIGIN, MappingProxyType({"reason": "evicted before the load"}))
 LOAD_RESET = Miss(MissCause.LOAD_FAILED, HOST_ORIGIN, MappingProxyType({"reason": "reset"}))
 LOAD_FAILED = Miss(MissCause.LOAD_FAILED, HOST_ORIGIN, MappingProxyType({"reason": "copy to the device"}))
-
-
-class Segment(NamedTuple):
-    """A part of a prompt that was computed.
-
-    Attributes:
-        end_token: one past its last token; it begins where the one before it ends.
-        miss: why; None: what the manager says of the first block in it.
-    """
-
-    end_token: int
-    miss: Miss | None
 
 
 class BegunRequest(NamedTuple):
@@ -149,6 +139,7 @@ class RequestRecords(RequestFeature):
         self._tokens_by_origin: dict[str, int] = {}
         self._missed_tokens: dict[tuple[MissCause, str], int] = {}
         self._num_requests = 0
+        self._seen = SeenBlocks(clock)
         self._unstored: DepartedBlocks | None = None
         self._kinds: dict[NotStored, int] = {}
         self._salt_key = os.urandom(16)
@@ -249,7 +240,13 @@ class RequestRecords(RequestFeature):
         self._unread.append(EndedRequest(request.request_id, num_prompt_tokens, begun, {}, None))
 
     def on_finished(self, state: RequestState, stop: StopReason, is_traffic: bool) -> None:
-        self._begun.pop(state, None)
+        ended = self._begun.pop(state, None)
+        if ended is not None:
+            # What the device had was computed or loaded by an earlier request.
+            layout = self._groups.first
+            num_known = ended.begun.num_device_tokens // layout.block_tokens
+            state.grow_keys(self._layouts)
+            self._seen.add(state.keys[layout.idx][num_known : count_computed(state) // layout.block_tokens])
         if self._excluded:  # it may have been known before it was excluded
             self.on_dropped(state.context.req_id)
         if state.limits.max_store_tokens is not None or state.stores.batch_blocks is not None:
@@ -271,11 +268,8 @@ class RequestRecords(RequestFeature):
 
     def _remember_unstored(self, state: RequestState) -> None:
         """Remember the blocks of a request that were not offered to the manager, or that it had no room for."""
-        limit, stores, request = state.limits.max_store_tokens, state.stores, state.request
+        limit, stores, num_tokens = state.limits.max_store_tokens, state.stores, count_computed(state)
         state.grow_keys(self._layouts)
-        # The KV of the last token of an answer is never computed; without an answer the prompt may be computed in part.
-        has_answer = request.num_tokens > request.num_prompt_tokens
-        num_tokens = request.num_tokens - 1 if has_answer else state.blocks.num_computed_tokens
         for layout in self._layouts:
             idx, block_tokens = layout.idx, layout.block_tokens
             keys, end = state.keys[idx], num_tokens // block_tokens
@@ -307,8 +301,7 @@ class RequestRecords(RequestFeature):
             and state.limits.max_load_tokens is None
             and (not withheld or not any(one.tokens_by_tier for one in withheld))
         ):  # nearly every miss: everything behind what is held is missing for one cause
-            miss = self._ask(state, first_token, loadable, None)
-            return (MissedRun(first_token, loadable - first_token, miss),)
+            return tuple(self._explain_missing(state, first_token, loadable, None))
         runs: list[MissedRun] = []
         at = first_token
         for end_token, given in divide_missed(
@@ -316,11 +309,35 @@ class RequestRecords(RequestFeature):
         ):
             if end_token <= at:
                 continue
-            is_known = given is not None and given.cause is not MissCause.GROUP_SHORT
-            miss = given if given is not None and is_known else self._ask(state, at, end_token, given)
-            runs.append(MissedRun(at, end_token - at, miss))
+            if given is not None and given.cause is not MissCause.GROUP_SHORT:
+                runs.append(MissedRun(at, end_token - at, given))
+            else:
+                runs += self._explain_missing(state, at, end_token, given)
             at = end_token
         return tuple(runs)
+
+    def _explain_missing(
+        self, state: RequestState, first_token: int, end_token: int, short: Miss | None
+    ) -> Iterator[MissedRun]:
+        """Yield why tokens are missing: what this engine has had, then what is behind it."""
+        miss = self._ask(state, first_token, end_token, short)
+        seen_end = (
+            self._find_seen_end(state, first_token, end_token) if miss.cause in OF_OWN_PAST else end_token
+        )
+        yield MissedRun(first_token, seen_end - first_token, miss)
+        if seen_end < end_token:
+            yield MissedRun(seen_end, end_token - seen_end, self._ask(state, seen_end, end_token, short))
+
+    def _find_seen_end(self, state: RequestState, first_token: int, end_token: int) -> int:
+        """Return up to where an earlier request had these tokens; ``end_token`` where that is not known."""
+        layout = self._groups.first
+        keys, block_tokens = state.keys[layout.idx], layout.block_tokens
+        first, end = first_token // block_tokens, min(len(keys), -(-end_token // block_tokens))
+        if first >= end or not self._seen.has(keys[first]):
+            return end_token
+        # Keys are chained: where one was seen, so were those before it.
+        seen_end = bisect_left(range(end), 0, first + 1, key=lambda block: -self._seen.has(keys[block]))
+        return min(end_token, seen_end * block_tokens)
 
     def _ask(self, state: RequestState, first_token: int, end_token: int, short: Miss | None) -> Miss:
         """Return why the block is missing that a run lacks first; ``short`` names the group that lacks it."""
@@ -334,22 +351,28 @@ class RequestRecords(RequestFeature):
             if state.search.first_missing is None:
                 state.search.first_missing = key
             miss = self._manager.explain(key, state.context, keys[block + 1 : block + MAX_BEHIND])
-            if self._unstored is not None and (miss is None or miss.cause is MissCause.NEVER_SEEN):
-                miss = self._unstored.explain(key)
         if miss is None or miss.cause is MissCause.NEVER_SEEN:
-            miss = self._describe_unknown(state)
+            asked = keys[block] if block < len(keys) else None
+            miss = self._recall(state, first_token, asked) or self._describe_unknown(state, miss or NEVER_SEEN)
         if short is None:
             return miss
         detail = {**miss.detail, **short.detail, "cause": miss.cause.value}
         return Miss(short.cause, miss.tier, MappingProxyType(detail))
 
-    def _describe_unknown(self, state: RequestState) -> Miss:
+    def _recall(self, state: RequestState, first_token: int, key: OffloadKey | None) -> Miss | None:
+        """Return what the connector itself knows of a block; None where no request has had it before."""
+        miss = None if self._unstored is None or key is None else self._unstored.explain(key)
+        return miss or (FORGOTTEN if self._was_seen(state, first_token) else None)
+
+    def _describe_unknown(self, state: RequestState, miss: Miss) -> Miss:
         """Return the miss of a block of which nothing is known, with what sets its request apart from others.
 
         A salt may be a secret: its id is made with a key of this process and is of no use elsewhere.
         """
         salt = getattr(state.request, "cache_salt", None)  # only vLLM's requests have one
-        detail: dict[str, str | float] = {}
+        detail = dict(miss.detail)
+        if (known_s := self._seen.known_s) is not None:
+            detail["known_s"] = round(known_s)
         if salt:
             detail["cache_salt"] = blake2b(str(salt).encode(), key=self._salt_key, digest_size=4).hexdigest()
         if state.key_salt:
@@ -357,6 +380,12 @@ class RequestRecords(RequestFeature):
             names_images = not is_adapted and getattr(state.request, "mm_features", None)  # only vLLM's
             detail["client_names" if names_images else "adapter"] = "yes"
         return Miss(MissCause.NEVER_SEEN, "", MappingProxyType(detail)) if detail else NEVER_SEEN
+
+    def _was_seen(self, state: RequestState, token: int) -> bool:
+        """Return whether an earlier request had the block in which ``token`` is."""
+        layout = self._groups.first
+        keys, block = state.keys[layout.idx], token // layout.block_tokens
+        return block < len(keys) and self._seen.has(keys[block])
 
     def _remember(self, keys: Sequence[OffloadKey], reason: NotStored) -> None:
         if not keys:
@@ -396,6 +425,14 @@ class RequestRecords(RequestFeature):
                     self._missed_tokens[label] = self._missed_tokens.get(label, 0) + num_tokens
 
 
+def count_computed(state: RequestState) -> int:
+    """Return of how many tokens of an ended request there was KV. Pure."""
+    request = state.request
+    # The KV of the last token of an answer is never computed; without an answer the prompt may be computed in part.
+    has_answer = request.num_tokens > request.num_prompt_tokens
+    return request.num_tokens - 1 if has_answer else state.blocks.num_computed_tokens
+
+
 def take_first(tokens: Mapping[str, int], num_tokens: int) -> dict[str, int]:
     """Return the first ``num_tokens`` of ``tokens``, in the order of their names, none of them zero. Pure."""
     taken: dict[str, int] = {}
@@ -421,74 +458,11 @@ def make_record(ended: EndedRequest) -> RequestRecord:
     elif ended.failure is None:
         # A load may bring the last token too, which is computed all the same.
         for tier, num_tokens in take_first(ended.tokens_by_tier, num_left).items():
-            origin = _origin_of(tier)
+            origin = origin_of(tier)
             origins[origin] = origins.get(origin, 0) + num_tokens
     return RequestRecord(
         ended.req_id, begun.began_s, ended.num_prompt_tokens, origins, missed, begun.waited_s, begun.first_key
     )
-
-
-def divide_missed(
-    state: RequestState,
-    groups: SearchGroups,
-    first_token: int,
-    loadable: int,
-    num_loaded_tokens: int,
-    withheld: Sequence[Withheld] = (),
-) -> list[Segment]:
-    """Return why each loadable token from ``first_token`` on is computed, as segments in order. Pure.
-
-    What is behind them is the partial block.
-
-    Args:
-        state: the request, whose search has its final answer.
-        groups: the KV groups.
-        first_token: tokens before it are on the device or loaded.
-        loadable: tokens that could be loaded and are not computed all the same, as the last one is.
-        num_loaded_tokens: tokens that the engine loads.
-        withheld: why features have tokens computed.
-    """
-    common = groups.common_tokens
-    limit = state.limits.max_load_tokens
-    allowed = loadable if limit is None else min(loadable, limit // common * common)
-    found, segments = state.search.found, list[Segment]()
-    whole = next((one for one in withheld if not one.tokens_by_tier), None)
-    part = next((one for one in withheld if one.tokens_by_tier), None)
-    if whole is not None and (found is None or whole.is_unsearched):
-        segments.append(Segment(allowed, whole.miss))
-    elif found is None:
-        segments.append(Segment(allowed, NOT_CONNECTED))
-    else:
-        if whole is not None:
-            segments.append(Segment(min(allowed, found.end_token), whole.miss))
-        elif num_loaded_tokens == 0 and found.end_token > first_token:
-            segments.append(Segment(min(allowed, found.end_token), ENGINE_DECLINED))
-        segments += _divide_found(found, part, allowed)
-    if limit is not None and allowed < loadable:
-        detail = MappingProxyType({"max_load_tokens": limit})
-        limited = UNKNOWN_TENANT if state.tenant is None else Miss(MissCause.LIMITED, "", detail)
-        segments.append(Segment(loadable, limited))
-    return segments
-
-
-def _divide_found(found: FoundPrefix, part: Withheld | None, allowed: int) -> list[Segment]:
-    """Return the segments up to ``allowed``, of tokens that were looked up or that a feature withholds. Pure."""
-    segments = []
-    if found.first_end_token > found.end_token:
-        short = Miss(MissCause.GROUP_SHORT, HOST_ORIGIN, MappingProxyType({"group": found.short_group}))
-        segments.append(Segment(min(allowed, found.first_end_token), short))
-    if part is not None:
-        at = found.first_end_token if part.first_token is None else part.first_token
-        segments.append(Segment(min(allowed, at), None))
-        for tier, num_tokens in part.tokens_by_tier.items():
-            at += num_tokens
-            segments.append(Segment(min(allowed, at), part.miss._replace(tier=_origin_of(tier))))
-    segments.append(Segment(allowed, None))
-    return segments
-
-
-def _origin_of(tier: str) -> str:
-    return HOST_ORIGIN if tier == CPULoadStoreSpec.medium() else tier
 
 
 def _reason_of_limit(state: RequestState, limit: int) -> NotStored:

@@ -1,6 +1,6 @@
 """What to do about a cause of computed tokens: one text for each cause, and for each reason of ``not_stored``."""
 
-from kvtier.misses import NO_KEY_REASON, UNKNOWN_TENANT_REASON, Miss, MissCause, NotStored
+from kvtier.misses import MORE_FIELDS, NO_KEY_REASON, UNKNOWN_TENANT_REASON, Miss, MissCause, NotStored
 
 REMEDIES: dict[MissCause, str] = {
     MissCause.NEVER_SEEN: (
@@ -94,6 +94,12 @@ NOT_STORED_REMEDIES: dict[NotStored, str] = {
 }
 """What to do about blocks that were not kept, by reason."""
 
+FORGETFUL_REMEDY = (
+    "No tier has these blocks, and no request of the last {known_s:,.0f} s has named them; what came before is not "
+    "known. New prompts cannot hit. For prompts that should be known compare their first tokens."
+)
+"""What to do about blocks that are new as far back as an engine remembers."""
+
 UNKNOWN_TENANT_REMEDY = (
     'The request names no tenant that the setting tenants lists: add its name, or "*" for all others.'
 )
@@ -108,7 +114,9 @@ FIELD_REMEDIES = (
     ("tenant", "Tenants do not share blocks: give engines that may share the same tenant_salt."),
     ("hash_seed", "Hashes of blocks differ: set PYTHONHASHSEED to the same number for every engine."),
     ("rope", "Keys were rotated in another way: use the same RoPE settings."),
-    ("dtype", "Bytes have another type: start with the same --dtype."),
+    ("dtype", "Bytes have another type: start with the same dtype."),
+    ("kv_layout", "Rows have another layout: start with the same attention backend."),
+    ("attn", "Attention computes other bytes: start with the same implementation."),
     ("revision", "The weights are others: blocks of the old ones are rightly not used."),
     ("model.weights", "The weights are others: blocks of the old ones are rightly not used."),
     ("adapter", "Another adapter is loaded: its blocks are its own."),
@@ -130,6 +138,8 @@ def remedy_of(miss: Miss) -> str:
     """Return what to do about a cause. Pure."""
     if miss.cause is MissCause.NOT_STORED and "reason" in miss.detail:
         return NOT_STORED_REMEDIES[NotStored(miss.detail["reason"])]
+    if miss.cause is MissCause.NEVER_SEEN and "known_s" in miss.detail:
+        return FORGETFUL_REMEDY.format(known_s=float(miss.detail["known_s"]))
     if miss.cause is MissCause.LIMITED and miss.detail.get("reason") == UNKNOWN_TENANT_REASON:
         return UNKNOWN_TENANT_REMEDY
     if miss.cause is MissCause.LIMITED and miss.detail.get("reason") == NO_KEY_REASON:
@@ -138,6 +148,10 @@ def remedy_of(miss: Miss) -> str:
         fields = list_fields(miss)
         if "layout_version" in fields:
             return OTHER_LAYOUT_REMEDY
+        if any(
+            "dtype" in field for field in fields
+        ):  # other bytes have another digest, whatever weights they are of
+            fields = [field for field in fields if field != "model.weights"]
         named = [text for part, text in FIELD_REMEDIES if any(part in field for field in fields)]
         return " ".join([*named, REMEDIES[miss.cause]])
     return REMEDIES[miss.cause]
@@ -145,4 +159,4 @@ def remedy_of(miss: Miss) -> str:
 
 def list_fields(miss: Miss) -> list[str]:
     """Return the fields of the identity in which a sibling namespace differs. Pure."""
-    return [name for name in miss.detail if name not in ("namespace", "more", "ago_s")]
+    return [name for name in miss.detail if name not in ("namespace", MORE_FIELDS, "ago_s")]

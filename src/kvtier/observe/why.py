@@ -30,6 +30,10 @@ EARLY_RATIO = 0.25
 SMALL_RATIO = 0.02
 """Share of all prompt tokens below which a cause is not worth a word."""
 
+DOMINANT_RATIO = 1 / 3
+"""Share of what was computed that makes a cause the one to look at. A higher one passes over what is worth mending; a
+lower one names one of many."""
+
 EXPECTED = frozenset({MissCause.PARTIAL_BLOCK, MissCause.AUDITED})
 """Causes that every engine has, and that no setting removes."""
 
@@ -154,7 +158,8 @@ def explain_records(records: Sequence[RequestRecord], situation: Situation = Sit
     if not records:
         findings = [_explain_nothing(situation)]
     else:
-        findings = [*find_patterns(records, origins, causes), *_explain_largest(causes, num_prompt_tokens)]
+        patterns = find_patterns(records, origins, causes) or _say_that_none_stands_out(causes)
+        findings = [*patterns, *_explain_largest(causes, num_prompt_tokens)]
     return WhyReport(situation.source, len(records), num_prompt_tokens, dict(origins), causes, findings)
 
 
@@ -186,6 +191,7 @@ def find_patterns(
         _find_own_cache(origins, causes),
         _find_small_prompts(records),
         _find_salts(records),
+        _find_other_keys(records),
         _find_early_end(records),
         _find_returns(records),
     ]
@@ -217,6 +223,19 @@ def _explain_largest(causes: Sequence[CauseRow], num_prompt_tokens: int) -> list
     ordered = sorted(causes, key=lambda row: row.cause in EXPECTED)
     worth = [row for row in ordered if row.num_tokens >= SMALL_RATIO * num_prompt_tokens]
     return [_explain(row, num_prompt_tokens) for row in worth[:NUM_FINDINGS]]
+
+
+def _say_that_none_stands_out(causes: Sequence[CauseRow]) -> list[Finding]:
+    lacking = [row for row in causes if row.cause not in EXPECTED]
+    num_tokens = sum(row.num_tokens for row in lacking)
+    if not lacking or lacking[0].num_tokens >= DOMINANT_RATIO * num_tokens:
+        return []
+    share = lacking[0].num_tokens / num_tokens
+    text = (
+        f"No single cause stands out: of what was computed and might have been found the largest, "
+        f"{lacking[0].cause.value}, has {share:.0%}."
+    )
+    return [Finding("no_single_cause", text, num_tokens)]
 
 
 def _explain(row: CauseRow, num_prompt_tokens: int) -> Finding:
@@ -285,12 +304,39 @@ def _find_salts(records: Sequence[RequestRecord]) -> Finding | None:
     return Finding("cache_salt_per_user", text)
 
 
+def _find_other_keys(records: Sequence[RequestRecord]) -> Finding | None:
+    """Find an engine beside whose blocks are those of the same model under other keys."""
+    missed = [
+        run
+        for record in records
+        for run in record.missed
+        if run.miss.cause is MissCause.NEVER_SEEN and "namespace" in run.miss.detail
+    ]
+    num_tokens = sum(run.num_tokens for run in missed)
+    if num_tokens < COMMON_RATIO * sum(record.num_missed_tokens for record in records):
+        return None
+    detail = missed[0].miss.detail if missed else {}
+    fields = ", ".join(f"{name} {detail[name]}" for name in list_fields(missed[0].miss)) if missed else ""
+    if not fields:
+        return None
+    text = (
+        f"{num_tokens:,} tokens are new here, and the same place has blocks of the same model in namespace "
+        f"{detail['namespace']}, with {fields}: with other keys none of them can be found. If the prompts are those of "
+        "before, start the engine with the same values as before."
+    )
+    return Finding("other_keys", text, num_tokens)
+
+
 def _find_early_end(records: Sequence[RequestRecord]) -> Finding | None:
-    """Find prefixes that end at the same early token, as with a time stamp at the head of a system prompt."""
+    """Find prefixes that end at the same early token, as with a time stamp behind the head of a system prompt.
+
+    Prompts that share nothing are no such prefixes: they may simply be different.
+    """
     ends = Counter(
         record.missed[0].first_token
         for record in records
         if record.missed
+        and record.missed[0].first_token > 0
         and record.missed[0].miss.cause is MissCause.NEVER_SEEN
         and "cache_salt" not in record.missed[0].miss.detail
         and record.missed[0].first_token <= EARLY_RATIO * record.num_prompt_tokens
@@ -301,20 +347,20 @@ def _find_early_end(records: Sequence[RequestRecord]) -> Finding | None:
     if num_requests < MIN_REQUESTS or num_requests < COMMON_RATIO * len(records):
         return None
     text = (
-        f"The prefix of {num_requests:,} of {len(records):,} requests ends at token {token:,}: from there on the first "
-        "block differs each time. Look for a time stamp, a user's name or a random id near it, and move it to the "
-        "end of the prompt; prompts that have nothing in common look the same."
+        f"{num_requests:,} of {len(records):,} requests share a prefix that ends at token {token:,}: the block from "
+        "there on differs each time. If they should share more, look near it for a time stamp, a user's name, a random "
+        "id, a history that was cut or tools in another order, and move it to the end of the prompt."
     )
     return Finding("prefix_ends_early", text)
 
 
 def _find_returns(records: Sequence[RequestRecord]) -> Finding | None:
-    """Find blocks that come back some time after they have left."""
+    """Find blocks that come back some time after they have left; of those that left long ago the time is not known."""
     runs = [
         (run.num_tokens, run.miss)
         for record in records
         for run in record.missed
-        if run.miss.cause is MissCause.EVICTED and "ago_s" in run.miss.detail
+        if run.miss.cause is MissCause.EVICTED
     ]
     num_tokens = sum(count for count, _ in runs)
     if num_tokens < SMALL_RATIO * sum(record.num_prompt_tokens for record in records):
@@ -322,12 +368,14 @@ def _find_returns(records: Sequence[RequestRecord]) -> Finding | None:
     tier = Counter(miss.tier for _, miss in runs).most_common(1)[0][0] if runs else ""
     if not runs:
         return None
-    ago_s = median(float(miss.detail["ago_s"]) for _, miss in runs)
+    times_s = [float(miss.detail["ago_s"]) for _, miss in runs if "ago_s" in miss.detail]
+    place = tier or "what is kept"
+    when = f", {median(times_s):,.0f} s later (median)" if times_s else ""
     text = (
-        f"{num_tokens:,} tokens had left {tier} when they were asked for again, {ago_s:,.0f} s later (median): "
-        f"{tier} is too small for how late prompts come back. kvtier simulate shows with a recording what more brings."
+        f"{num_tokens:,} tokens had left {place} when they were asked for again{when}: "
+        f"{place} is too small for how late prompts come back. kvtier simulate shows with a recording what more brings."
     )
-    return Finding(f"{tier}_too_small", text, num_tokens)
+    return Finding(f"{tier or 'memory'}_too_small", text, num_tokens)
 
 
 def _is_common(some: Sequence[RequestRecord], every: Sequence[RequestRecord]) -> bool:

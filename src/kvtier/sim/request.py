@@ -53,8 +53,9 @@ class SimulatedRequest:
 
     @property
     def num_tokens(self) -> int:
-        """The prompt; generated tokens have no hashes here."""
-        return self.num_prompt_tokens
+        """Tokens so far: the prompt, and the answer as soon as the prompt is computed."""
+        has_answer = self.num_computed_tokens >= self.num_prompt_tokens
+        return self.num_prompt_tokens + (max(1, self.num_output_tokens) if has_answer else 0)
 
     def get_block_ids(self) -> tuple[list[int], ...]:
         """Return its block tables: keys and values, and states where there are any."""

@@ -15,13 +15,10 @@ from enum import IntEnum
 from types import MappingProxyType
 
 from kvtier.base import OffloadKey
-from kvtier.departed import DepartedBlocks
+from kvtier.departed import MIN_REMEMBERED_BLOCKS, DepartedBlocks
 from kvtier.misses import Miss, MissCause, NotStored, not_stored
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_REMEMBERED_BLOCKS = 65_536
-"""Blocks remembered of a tier that cannot say how many it holds, one megabyte."""
 
 MAX_NO_ROOM = 4096
 """Requests remembered for which host memory had no room. An engine ends its requests; beyond it none is added."""
@@ -63,7 +60,7 @@ def make_departures(tier: str, capacity_blocks: int | None, clock: Callable[[], 
         Miss(MissCause.LOAD_FAILED, tier),
         Miss(MissCause.PURGED, tier),
     )
-    return DepartedBlocks(capacity_blocks or DEFAULT_REMEMBERED_BLOCKS, clock, kinds)
+    return DepartedBlocks(max(capacity_blocks or 0, MIN_REMEMBERED_BLOCKS), clock, kinds)
 
 
 LOSSES = MappingProxyType(

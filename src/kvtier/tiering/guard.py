@@ -16,7 +16,7 @@ from kvtier.config import ModelIdentity
 from kvtier.cpu.common import EventLog
 from kvtier.errors import format_foreign
 from kvtier.histogram import LATENCY_BOUNDS_S, Histogram, HistogramSnapshot
-from kvtier.misses import Miss, MissCause
+from kvtier.misses import SUSPICIONS, Miss
 from kvtier.tiering.announcements import Announcements
 from kvtier.tiering.base import (
     CascadeMode,
@@ -317,7 +317,7 @@ class GuardedTier:
             return down(self.name, "circuit breaker open")
         found = self._call("explain", self.tier.explain, key, req_context, behind)
         known = found if isinstance(found, Miss) else None
-        if known is not None and known.cause is not MissCause.OTHER_NAMESPACE:
+        if known is not None and known.cause not in SUSPICIONS:
             return known
         return self.departed.explain(key) or known
 

@@ -27,7 +27,7 @@ from kvtier.config import DEFAULT_LOOKUP_DEADLINE_S, ModelIdentity
 from kvtier.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvtier.cpu.waiting import Waiter, WaitingRequests
 from kvtier.histogram import HistogramSnapshot
-from kvtier.misses import HOST_ORIGIN, Miss, MissCause
+from kvtier.misses import HOST_ORIGIN, SUSPICIONS, Miss, MissCause
 from kvtier.operating import DrainResult, DroppedBlocks, PinnedBlocks, Purge
 from kvtier.tiering.admission import make_passing_admission
 from kvtier.tiering.announcements import make_event_names
@@ -229,13 +229,13 @@ class TieringOffloadingManager(OffloadingManager):
         if expected is not None:
             return expected
         # The most certain first: what a tier remembers, what host memory remembers, and a sibling namespace last.
-        sibling: Miss | None = None
+        suspected: Miss | None = None
         for tier in self._tiers:
             miss = tier.explain(key, req_context, behind)
-            if miss is not None and miss.cause is not MissCause.OTHER_NAMESPACE:
+            if miss is not None and miss.cause not in SUSPICIONS:
                 return miss
-            sibling = sibling or miss
-        return self.primary_tier.departed.explain(key, behind) or sibling
+            suspected = suspected or miss
+        return self.primary_tier.departed.explain(key, behind) or suspected
 
     def _explain_expected(self, key: OffloadKey, req_context: ReqContext) -> Miss | None:
         """Return why a block that is there, or on its way, is missing for this request; None when it is neither."""

@@ -19,7 +19,7 @@ from kvtier.cli.place.options import (
     PlaceArgument,
     counted,
     describe,
-    duration_in_words,
+    in_words_from,
     opened,
     printable,
     read_document,
@@ -261,8 +261,8 @@ PLURALS = {"foreign entry": "foreign entries", "block of another version": "bloc
 def _namespace_lines(namespace: PlaceNamespace, tally: NamespaceTally, now_s: float) -> list[str]:
     head = f"namespace {namespace.name}: {counted(tally.blocks, 'block')}, {size_in_words(tally.num_bytes)}"
     if tally.newest_s is not None and tally.oldest_s is not None:
-        ages = [duration_in_words(now_s - used_s) for used_s in (tally.newest_s, tally.oldest_s)]
-        head += f", last used {ages[0]} ago" + (f", the oldest {ages[1]} ago" if ages[0] != ages[1] else "")
+        ages = [in_words_from(now_s, used_s) for used_s in (tally.newest_s, tally.oldest_s)]
+        head += f", last used {ages[0]}" + (f", the oldest {ages[1]}" if ages[0] != ages[1] else "")
     document = read_document(namespace)
     if document is None:
         return [head, "  its identity is not described here"]

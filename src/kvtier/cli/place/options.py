@@ -98,6 +98,17 @@ def duration_in_words(duration_s: float) -> str:
     return f"{max(duration_s, 0):.0f} s"
 
 
+def in_words_from(now_s: float, then_s: float) -> str:
+    """Return when something was, for people; two clocks may differ by some seconds. Pure."""
+    if then_s - now_s < MAX_CLOCK_DIFFERENCE_S:
+        return f"{duration_in_words(now_s - then_s)} ago"
+    return f"{duration_in_words(then_s - now_s)} ahead of this machine's clock"
+
+
+MAX_CLOCK_DIFFERENCE_S = 60.0
+"""How far ahead a time may be that is taken for now. Less calls hosts wrong whose clocks are kept well enough; more
+takes a clock that is wrong for a block just used."""
+
 UNIT_WORDS = {"w": "weeks", "d": "days", "h": "h", "m": "min"}
 
 

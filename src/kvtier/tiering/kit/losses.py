@@ -8,12 +8,8 @@ from collections.abc import Callable, Sequence
 from types import MappingProxyType
 
 from kvtier.base import OffloadKey
-from kvtier.departed import DepartedBlocks, Loss, make_losses
+from kvtier.departed import MIN_REMEMBERED_BLOCKS, DepartedBlocks, Loss, make_losses
 from kvtier.misses import Miss, MissCause
-
-REMEMBERED_BLOCKS = 65_536
-"""Blocks remembered of a backend that cannot say how many it holds, one megabyte once something was stored. Fewer
-explain less of what a large backend has evicted; more take memory for blocks that nothing asks for."""
 
 
 class BackendLosses:
@@ -32,7 +28,7 @@ class BackendLosses:
         tier: str,
         clock: Callable[[], float],
         ttl_s: float | None = None,
-        max_blocks: int = REMEMBERED_BLOCKS,
+        max_blocks: int = MIN_REMEMBERED_BLOCKS,
         *,
         renews: bool = True,
     ) -> None:

@@ -21,7 +21,7 @@ from types import MappingProxyType
 
 from kvtier.base import OffloadKey
 from kvtier.errors import NamespaceDocumentError, TierError
-from kvtier.misses import Miss, MissCause
+from kvtier.misses import MORE_FIELDS, Miss, MissCause
 from kvtier.namespace import LAYOUT_VERSION, Namespace, differences, is_older_layout, parse_document
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,10 @@ LISTING_S = 60.0
 """Seconds for which the list of siblings is used. Shorter lists a distant place more often; longer notices later that
 an engine with other settings has begun to write."""
 
+KEY_FIELDS = frozenset({"hash_block_size", "hash_algorithm", "hash_seed"})
+"""Fields that decide the keys: where one differs, the same tokens have other keys, and no block of the sibling is ever
+found."""
+
 OTHER_LAYOUT = "layout_version"
 """The one field that a cause names where a sibling's layout is another."""
 
@@ -65,11 +69,13 @@ class Sibling:
         name: its name.
         miss: the cause of blocks that it holds: which fields of its identity differ.
         has_other_layout: whether it is of another version of kvtier, which reads and writes other blocks.
+        has_other_keys: whether it is of the same model and tenant, and names the same tokens with other keys.
     """
 
     name: str
     miss: Miss
     has_other_layout: bool = False
+    has_other_keys: bool = False
 
 
 class SiblingPlace(ABC):
@@ -152,6 +158,7 @@ class SiblingNamespaces:
         self._listed_s: float | None = None
         self._listed_for = ""
         self._siblings: list[Sibling] = []
+        self._suspected: Miss | None = None
         self.found: OrderedDict[OffloadKey, Miss] = OrderedDict()
 
     def look_for(self, own: Namespace, missing: Sequence[OffloadKey]) -> None:
@@ -170,8 +177,8 @@ class SiblingNamespaces:
             self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
 
     def explain(self, key: OffloadKey) -> Miss | None:
-        """Return in what the namespace differs that holds ``key``; None when none of those looked into does."""
-        return self.found.get(key)
+        """Return in what the namespace differs that holds ``key``, or that would have it under another key."""
+        return self.found.get(key) or self._suspected
 
     def forget(self, keys: Sequence[OffloadKey]) -> None:
         """Forget blocks that this namespace holds by now. Thread: any."""
@@ -197,6 +204,8 @@ class SiblingNamespaces:
         self._listed_s, self._listed_for = now_s, own.name
         documents = self._place.read_documents(own.name, MAX_SIBLINGS)
         self._siblings = describe_siblings(self._tier, own, documents)
+        other_keys = [sibling.miss for sibling in self._siblings if sibling.has_other_keys]
+        self._suspected = other_keys[0]._replace(cause=MissCause.NEVER_SEEN) if other_keys else None
         current = [sibling for sibling in self._siblings if not sibling.has_other_layout]
         if is_first and current:
             self._place.note_siblings(current)
@@ -208,10 +217,9 @@ class SiblingNamespaces:
 
 
 def describe_siblings(tier: str, own: Namespace, documents: Sequence[tuple[str, str]]) -> list[Sibling]:
-    """Return the namespaces whose documents can be read, each with what distinguishes it. Pure.
+    """Return the namespaces whose documents can be read, each with what distinguishes it, the nearest first. Pure.
 
-    Of more than ``MAX_SIBLINGS`` those that differ least are returned: a mistake changes a field or two, another model
-    changes many, another layout everything.
+    A mistake changes a field or two, another model changes many, another layout everything.
 
     Args:
         tier: type of the tier.
@@ -232,13 +240,15 @@ def describe_siblings(tier: str, own: Namespace, documents: Sequence[tuple[str, 
             age = "older" if is_older_layout(parse_document(document)) else "newer"
             detail[OTHER_LAYOUT] = f"{found[0].value_a}, {age} and not readable (here {found[0].value_b})"
         if len(found) > MAX_FIELDS:
-            detail["more"] = f"{len(found) - MAX_FIELDS} fields more"
+            detail[MORE_FIELDS] = f"{len(found) - MAX_FIELDS} fields more"
         miss = Miss(MissCause.OTHER_NAMESPACE, tier, MappingProxyType(detail))
         rank = MAX_RANK if has_other_layout else len(found)
-        siblings.append((rank, Sibling(name, miss, has_other_layout)))
-    if len(siblings) > MAX_SIBLINGS:
-        siblings = sorted(siblings, key=lambda each: each[0])[:MAX_SIBLINGS]
-    return [sibling for _, sibling in siblings]
+        fields = {one.field for one in found}
+        is_stranger = any(one.startswith("model.") or one == "tenant" for one in fields)
+        siblings.append(
+            (rank, Sibling(name, miss, has_other_layout, bool(fields & KEY_FIELDS) and not is_stranger))
+        )
+    return [sibling for _, sibling in sorted(siblings, key=lambda each: each[0])[:MAX_SIBLINGS]]
 
 
 def list_older(documents: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
