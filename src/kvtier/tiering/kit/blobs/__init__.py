@@ -2,6 +2,7 @@
 
 from kvtier.tiering.kit.blobs.contract import (
     Blob,
+    BlockCount,
     BlobKind,
     BlobName,
     BlobNames,
@@ -23,6 +24,7 @@ from kvtier.tiering.kit.blobs.tier import BlobTier
 
 __all__ = [
     "Blob",
+    "BlockCount",
     "BlobKind",
     "BlobName",
     "BlobNames",
