@@ -13,10 +13,11 @@ from tests.tiering.valkey.live_cluster import LiveCluster, name_of
 from kvtier.errors import TierError
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import NUM_ROWS, TierDriver, content_of, key_of
+from kvtier.tiering.kit.blobs import BlobKind
 from kvtier.tiering.valkey import ValkeyTier
 from kvtier.tiering.valkey.cluster import REFRESH_S, Destination, redirection, slot_of
 from kvtier.tiering.valkey.endpoint import Address
-from kvtier.tiering.valkey.names import parse_block_name
+from kvtier.tiering.valkey.names import ValkeyNames
 from kvtier.tiering.valkey.resp import Reply
 
 NUMBERS = list(range(NUM_ROWS))
@@ -95,7 +96,8 @@ def test_blocks_spread_over_the_nodes(driver: TierDriver, healthy: LiveCluster) 
     assert all(shares)
     for node, share in zip(healthy.nodes[:3], shares, strict=True):
         with node.client() as client:
-            blocks = [name for name in client.scan_iter() if parse_block_name(name) is not None]
+            parsed = [ValkeyNames().parse(name.decode()) for name in client.scan_iter()]
+        blocks = [one for one in parsed if one is not None and one.kind is BlobKind.BLOCK]
         assert len(blocks) == len(share)
 
 

@@ -129,7 +129,7 @@ def test_a_block_that_is_gone_is_absent_and_no_fault(driver: TierDriver, shared_
 def test_a_held_block_is_not_sent_again(driver: TierDriver) -> None:
     assert driver.store([1, 2]).success
     stats = driver.tier.stats()
-    assert (stats["stored_blocks"], stats["held_blocks"]) == (2, 1)
+    assert (stats["stored_blocks"], stats["existed"]) == (2, 1)
 
 
 def test_a_block_that_gets_no_header_fails_its_job_and_leaves_no_half_request(

@@ -38,8 +38,8 @@ CONNECT_TIMEOUT_S = 1.0
 """Seconds to connect in, unless ``timeout_s`` is less. Within a data centre it takes a millisecond; three seconds
 are what a kernel waits before it tries a second time."""
 
-SPARE_CONNECTIONS = 4
-"""Connections beyond one for each thread that moves blocks: for lookups, and for the check at the start."""
+SPARE_CONNECTIONS = 6
+"""Connections beyond one for each thread that moves blocks: for lookups, the check at the start, quotas, a purge."""
 
 
 ReplyOrError: TypeAlias = Reply | TierError
