@@ -14,6 +14,7 @@ from kvtier.errors import TierError
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import NUM_ROWS, TierDriver, content_of, key_of
 from kvtier.tiering.kit.blobs import BlobKind
+from kvtier.tiering.kit.blobs.store import REMEMBERED_S
 from kvtier.tiering.valkey import ValkeyTier
 from kvtier.tiering.valkey.cluster import REFRESH_S, Destination, redirection, slot_of
 from kvtier.tiering.valkey.endpoint import Address
@@ -53,7 +54,7 @@ def hasty(driver: TierDriver, healthy: LiveCluster, start_tier: StartTier, clock
 def store_when_found(driver: TierDriver, clock: ManualClock) -> None:
     """Store the sixteen blocks, once the tier has read a map of the cluster as it is now."""
     for _ in range(NUM_TRIES):
-        clock.advance(REFRESH_S)
+        clock.advance(REMEMBERED_S)  # longer than the tier takes for sure what it has stored
         if driver.store(NUMBERS).success:
             return
     raise AssertionError("the tier does not find what the cluster's nodes agree on")

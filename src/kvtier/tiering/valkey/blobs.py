@@ -210,15 +210,13 @@ class ValkeyBlobs(Blobs):
                 map(str.encode, names), (kind is BlobKind.DOCUMENT for kind in kinds), answers, strict=True
             )
         ]
-        replies = self._run(commands, self._expire(pages, PAGE_MARGIN_MS), is_use=bool(pages))
-        found: dict[str, memoryview] = {}
-        for name, kind, answer, reply in zip(names, kinds, answers, replies, strict=True):
+        self._run(commands, self._expire(pages, PAGE_MARGIN_MS), is_use=bool(pages))
+        return {
+            name: memoryview(answer.tree)
+            for name, kind, answer in zip(names, kinds, answers, strict=True)
             # Part of what is absent is empty.
-            if isinstance(answer.tree, bytes) and (answer.tree or kind is not BlobKind.DOCUMENT):
-                found[name] = memoryview(answer.tree)
-            elif error_code(reply) == "WRONGTYPE":
-                found[name] = memoryview(b"")
-        return found
+            if isinstance(answer.tree, bytes) and (answer.tree or kind is not BlobKind.DOCUMENT)
+        }
 
     def read_part(self, name: str, start: int, num_bytes: int) -> memoryview:
         own, answer = name.encode(), Answer(partial(read_beginning, max_bytes=num_bytes))

@@ -144,7 +144,7 @@ class Listed(NamedTuple):
         used_s: when it was last used, or written where uses leave no trace, seconds since 1970; infinity where the
             backend does not tell.
         name: its name.
-        num_bytes: its length.
+        num_bytes: its length, or what it takes where the backend tells that instead.
     """
 
     used_s: float

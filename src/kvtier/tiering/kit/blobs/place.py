@@ -133,7 +133,10 @@ class BlobPlace(Place):
         if size.num_bytes > MAX_WHOLE_BYTES:
             return self._check_long(block, name, size.num_bytes)
         found = self._blobs.read_each([address], MAX_WHOLE_BYTES).get(address)
-        return BlockState.GONE if found is None else check_value(found, block.namespace, name, self.opener)
+        if found is None:
+            is_there = address in self._blobs.sizes([address], renews=False)
+            return BlockState.UNREADABLE if is_there else BlockState.GONE
+        return check_value(found, block.namespace, name, self.opener)
 
     def _check_long(self, block: PlaceBlock, name: bytes, num_bytes: int) -> BlockState:
         address = block.address

@@ -16,6 +16,7 @@ from kvtier.tiering.kit.quota_counts import (
     TenantSums,
     choose_victims,
     plan_shares,
+    take_oldest,
 )
 from kvtier.tiering.kit.quota_keeper import TenantNames
 
@@ -134,13 +135,21 @@ class BlobQuotas:
     ) -> Iterator[Listed]:
         if not shares:
             return
-        candidates = (
-            (number, Candidate(listed.used_s, listed.name, listed.num_bytes, listed))
-            for listed in list_again()
-            if listed.name not in chosen and (number := self._number_of(listed)) is not None
-        )
-        for victims in choose_victims(candidates, shares).values():
-            yield from (victim.item for victim in victims)
+        seen = TenantSums()
+
+        def list_candidates() -> Iterator[tuple[int, Candidate[Listed]]]:
+            for listed in list_again():
+                number = self._number_of(listed)
+                if number is not None:
+                    seen.add(number, 1, listed.num_bytes)
+                    if listed.name not in chosen:
+                        yield number, Candidate(listed.used_s, listed.name, listed.num_bytes, listed)
+
+        for number, victims in choose_victims(list_candidates(), shares).items():
+            # Another engine may have removed some since the shares were computed.
+            gone_bytes = self._found.num_bytes[number] - seen.num_bytes[number]
+            left = take_oldest(victims, shares[number] - max(0, gone_bytes))
+            yield from (victim.item for victim in left)
 
     def _number_of(self, listed: Listed) -> int | None:
         key = self._key_of(listed)
