@@ -34,7 +34,8 @@ MIN_ELEMENT_BYTES = 4
 
 CRLF = b"\r\n"
 
-_NUMBER = re.compile(rb"[+-]?[0-9]{1,19}")
+MAX_DIGITS = 19
+_NUMBER = re.compile(rb"[+-]?[0-9]{1,%d}" % MAX_DIGITS)
 """Numbers of the protocol have 64 bits."""
 
 
@@ -165,9 +166,10 @@ class ReplyReader:
 
 def encode(*arguments: bytes) -> bytes:
     """Return the request for a command and its arguments. Pure."""
-    pieces = [b"*%d\r\n" % len(arguments)]
-    pieces += [b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in arguments]
-    return b"".join(pieces)
+    return b"*%d\r\n%b" % (
+        len(arguments),
+        b"".join([b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in arguments]),
+    )
 
 
 def encode_set(
@@ -408,7 +410,7 @@ def _parse_head(line: bytes) -> Reply:
 
 
 def _parse_number(text: bytes) -> int:
-    if _NUMBER.fullmatch(text) is None:
+    if not (text.isdigit() and len(text) <= MAX_DIGITS) and _NUMBER.fullmatch(text) is None:
         raise ProtocolError("a number was expected")
     return int(text)
 

@@ -316,6 +316,8 @@ class BlobStore(BlockStore[BlobNamespace], PageKeeper[BlobNamespace]):
         failures: dict[OffloadKey, TierFailure] = {}
         away: set[OffloadKey] = set()
         for target, got in zip(targets, found, strict=True):
+            if target.check is HeaderCheck.OK and got.kind is GotKind.READ and got.written_s is None:
+                continue
             failure = self._failure_of(target, got)
             if failure is not None:
                 failures[target.key] = failure
@@ -327,7 +329,8 @@ class BlobStore(BlockStore[BlobNamespace], PageKeeper[BlobNamespace]):
             self.losses.on_damaged([key for key, why in failures.items() if why is TierFailure.DAMAGED])
             self.losses.on_foreign([key for key, why in failures.items() if why is TierFailure.FOREIGN])
         succeeded = [key for key in keys if key not in failures]
-        self._recent.add(name for key, name in zip(keys, names, strict=True) if key not in failures)
+        if not failures:
+            self._recent.add(names[:1])  # one of each call shows later that not everything is gone
         self.losses.on_used(succeeded)
         self._counters.add(hits=len(succeeded), loaded_bytes=len(succeeded) * self._rows.row_bytes)
         faults = [key for key, failure in failures.items() if failure in FAULTS and key not in away]
