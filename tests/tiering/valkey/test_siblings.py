@@ -15,9 +15,9 @@ from kvtier.misses import MissCause
 from kvtier.namespace import make_namespace
 from kvtier.settings import parse_settings
 from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, key_of, make_config
-from kvtier.tiering.valkey.errors import NEEDED_PERMISSIONS
 from kvtier.tiering.valkey import ValkeyTier
 from kvtier.tiering.valkey.blobs import LISTING_PERMISSIONS, MAX_LISTED, MAX_READ, ValkeyBlobs
+from kvtier.tiering.valkey.errors import NEEDED_PERMISSIONS
 from kvtier.tiering.valkey.names import LIST_NAME, ValkeyNames
 from kvtier.tiering.valkey.settings import ValkeySettings
 
@@ -89,7 +89,9 @@ def test_the_last_block_of_a_namespace_takes_its_name_off_the_list(
     }
 
 
-@pytest.mark.parametrize(("more", "is_said"), [("", False), (LISTING_PERMISSIONS, True), ("+zadd +zrevrange", False)])
+@pytest.mark.parametrize(
+    ("more", "is_said"), [("", False), (LISTING_PERMISSIONS, True), ("+zadd +zrevrange", False)]
+)
 def test_a_server_that_denies_it_costs_the_cause_and_nothing_else(
     shared_server: LiveServer,
     start_tier: StartTier,

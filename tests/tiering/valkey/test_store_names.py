@@ -16,7 +16,10 @@ def test_a_name_has_namespace_and_key_in_its_hash_tag() -> None:
 
 def test_blocks_spread_over_the_slots() -> None:
     namespace = make_namespace(make_config(), ROW_BYTES).name
-    thirds = Counter(slot_of(ValkeyNames().block(namespace, key_of(number)).encode()) * 3 // 16_384 for number in range(3000))
+    thirds = Counter(
+        slot_of(ValkeyNames().block(namespace, key_of(number)).encode()) * 3 // 16_384
+        for number in range(3000)
+    )
     assert min(thirds.values()) > 800
 
 

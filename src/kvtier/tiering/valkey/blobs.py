@@ -47,7 +47,13 @@ from kvtier.tiering.valkey.resp import (
     read_tree,
     read_value,
 )
-from kvtier.tiering.valkey.servers import NO_TOUCH, ServerNode, SingleServer, raise_if_all_refused, raise_if_away
+from kvtier.tiering.valkey.servers import (
+    NO_TOUCH,
+    ServerNode,
+    SingleServer,
+    raise_if_all_refused,
+    raise_if_away,
+)
 from kvtier.tiering.valkey.settings import ValkeySettings
 
 ASK_FIRST_BYTES = 4 * 2**20
@@ -234,7 +240,9 @@ class ValkeyBlobs(Blobs):
                 batch = self._drop_used(batch, unless_used_since)
             found = [(name, self.names.parse(name)) for name in batch]
             gone = [
-                one.namespace.encode() for _, one in found if one is not None and one.kind is BlobKind.DOCUMENT
+                one.namespace.encode()
+                for _, one in found
+                if one is not None and one.kind is BlobKind.DOCUMENT
             ]
             unlisted = [make_command(b"ZREM", LIST_NAME.encode(), *gone)] if gone else []
             replies = self._run(_about((b"UNLINK",), batch), unlisted)

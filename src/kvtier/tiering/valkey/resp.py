@@ -172,9 +172,7 @@ def encode(*arguments: bytes) -> bytes:
     )
 
 
-def encode_set(
-    name: bytes, parts: Iterable[Buffer], num_bytes: int, *options: bytes
-) -> Iterator[Buffer]:
+def encode_set(name: bytes, parts: Iterable[Buffer], num_bytes: int, *options: bytes) -> Iterator[Buffer]:
     """Yield the request that stores ``parts`` as one value, each of them as it is. Pure.
 
     Args:

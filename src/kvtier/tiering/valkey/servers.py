@@ -10,6 +10,7 @@ import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
+
 from kvtier.errors import MissingExtraError, TierError
 from kvtier.tiering.kit.envelope import Buffer
 from kvtier.tiering.kit.health import BackendHealth

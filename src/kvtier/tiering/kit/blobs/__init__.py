@@ -2,11 +2,11 @@
 
 from kvtier.tiering.kit.blobs.contract import (
     Blob,
-    BlockCount,
     BlobKind,
     BlobName,
     BlobNames,
     Blobs,
+    BlockCount,
     FolderNames,
     Got,
     GotKind,
@@ -24,7 +24,6 @@ from kvtier.tiering.kit.blobs.tier import BlobTier
 
 __all__ = [
     "Blob",
-    "BlockCount",
     "BlobKind",
     "BlobName",
     "BlobNames",
@@ -34,6 +33,7 @@ __all__ = [
     "BlobStore",
     "BlobTier",
     "Blobs",
+    "BlockCount",
     "FolderNames",
     "Got",
     "GotKind",

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kvtier.base import OffloadKey, get_offload_tenant
+from kvtier.namespace import Namespace
 from kvtier.tiering.kit.blobs.contract import BlobNames, Listed
+from kvtier.tiering.kit.block_format import format_of
 from kvtier.tiering.kit.quota_counts import (
     MAX_VICTIMS,
     Candidate,
@@ -18,7 +20,30 @@ from kvtier.tiering.kit.quota_counts import (
     plan_shares,
     take_oldest,
 )
-from kvtier.tiering.kit.quota_keeper import TenantNames
+
+
+class TenantNames:
+    """Tells the tenant in a block's name. Mutable is the namespace, set on the scheduler's thread, read by others.
+
+    Names of encrypted blocks tell it in the engine's own namespace alone.
+    """
+
+    def __init__(self) -> None:
+        self._namespace: Namespace | None = None
+
+    def on_opened(self, namespace: Namespace) -> None:
+        """Read the names of this namespace from now on, where it is encrypted."""
+        self._namespace = namespace
+
+    def key_of(self, namespace_name: str, name: bytes | None) -> OffloadKey | None:
+        """Return the block that is called so; None where its name does not tell."""
+        own = self._namespace
+        if name is None or own is None:
+            return None
+        own_format = format_of(own)
+        if not own_format.is_encrypted:
+            return OffloadKey(name)
+        return own_format.key(name) if namespace_name == own.name else None
 
 
 class Victims(NamedTuple):
