@@ -118,7 +118,7 @@ class ValkeySettings(BlobSettings):
     )
 
     def list_reach(self) -> dict[str, object]:
-        """Return the settings that it takes to reach the server, without its credentials. Pure."""
+        # Without the credentials, which the URL may have.
         host = f"[{self.url.address.host}]" if ":" in self.url.address.host else self.url.address.host
         scheme = "rediss" if self.url.is_tls else "redis"
         database = f"/{self.url.database}" if self.url.database else ""

@@ -74,7 +74,7 @@ REMEMBERED_S = 60.0
 shorter uploads more of what is there."""
 
 REMEMBERED_RATIO = 0.1
-"""The same as a share of the time to live, which nobody counts from a store that was left out. More believes in blobs
+"""The same as a share of the time to live, which a store that was left out does not renew. More believes in blobs
 that have expired by then; less uploads more where the time to live is short."""
 
 MAX_ASKED = 64
