@@ -27,7 +27,7 @@ from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, HEADER_PAGE_BYTES
 from kvtier.tiering.obj import ObjTier
 from kvtier.tiering.places import open_place
 from kvtier.tiering.slab import SlabTier
-from kvtier.tiering.valkey.names import ValkeyNames
+from kvtier.tiering.valkey.blobs import ValkeyNames
 
 HANG_GUARD_S = 60.0
 KINDS = ("fs", "slab", "obj")

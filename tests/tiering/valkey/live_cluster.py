@@ -9,8 +9,8 @@ from tests.tiering.valkey.live import HANG_GUARD_S, LiveServer
 from kvtier.base import OffloadKey
 from kvtier.namespace import make_namespace
 from kvtier.testing.tier_suite import ROW_BYTES, key_of, make_config
+from kvtier.tiering.valkey.blobs import ValkeyNames
 from kvtier.tiering.valkey.cluster import slot_of
-from kvtier.tiering.valkey.names import ValkeyNames
 
 NODE_OPTIONS = (
     "--cluster-enabled",

@@ -19,8 +19,7 @@ from kvtier.tiering.kit.blobs import Blob, Put, PutKind
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
 from kvtier.tiering.kit.threaded_tier import CHECK_S
 from kvtier.tiering.valkey import ValkeyTier, blobs
-from kvtier.tiering.valkey.blobs import ValkeyBlobs
-from kvtier.tiering.valkey.names import ValkeyNames
+from kvtier.tiering.valkey.blobs import ValkeyBlobs, ValkeyNames
 from kvtier.tiering.valkey.settings import ValkeySettings
 
 HANG_GUARD_S = 60.0

@@ -16,9 +16,9 @@ from kvtier.testing.tier_suite import NUM_ROWS, TierDriver, content_of, key_of
 from kvtier.tiering.kit.blobs import BlobKind
 from kvtier.tiering.kit.blobs.store import REMEMBERED_S
 from kvtier.tiering.valkey import ValkeyTier
+from kvtier.tiering.valkey.blobs import ValkeyNames
 from kvtier.tiering.valkey.cluster import REFRESH_S, Destination, redirection, slot_of
 from kvtier.tiering.valkey.endpoint import Address
-from kvtier.tiering.valkey.names import ValkeyNames
 from kvtier.tiering.valkey.resp import Reply
 
 NUMBERS = list(range(NUM_ROWS))

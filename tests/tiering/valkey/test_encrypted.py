@@ -11,7 +11,7 @@ from kvtier.config import OffloadingConfig
 from kvtier.testing.tier_suite import TierDriver, key_of
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.valkey import ValkeyTier
-from kvtier.tiering.valkey.names import ValkeyNames
+from kvtier.tiering.valkey.blobs import ValkeyNames
 
 
 class TestServer(EncryptedSuite):

@@ -19,8 +19,8 @@ from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.kit.blobs import BlobKind
 from kvtier.tiering.kit.place import BlockState
 from kvtier.tiering.valkey import ValkeyTier
+from kvtier.tiering.valkey.blobs import LIST_NAME, ValkeyNames
 from kvtier.tiering.valkey.cluster import slot_of
-from kvtier.tiering.valkey.names import LIST_NAME, ValkeyNames
 
 NAMES = ValkeyNames()
 

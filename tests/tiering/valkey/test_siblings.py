@@ -16,9 +16,15 @@ from kvtier.namespace import make_namespace
 from kvtier.settings import parse_settings
 from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, key_of, make_config
 from kvtier.tiering.valkey import ValkeyTier
-from kvtier.tiering.valkey.blobs import LISTING_PERMISSIONS, MAX_LISTED, MAX_READ, ValkeyBlobs
+from kvtier.tiering.valkey.blobs import (
+    LIST_NAME,
+    LISTING_PERMISSIONS,
+    MAX_LISTED,
+    MAX_READ,
+    ValkeyBlobs,
+    ValkeyNames,
+)
 from kvtier.tiering.valkey.errors import NEEDED_PERMISSIONS
-from kvtier.tiering.valkey.names import LIST_NAME, ValkeyNames
 from kvtier.tiering.valkey.settings import ValkeySettings
 
 OTHER = "ab" * 16

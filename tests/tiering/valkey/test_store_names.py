@@ -4,8 +4,8 @@ from collections import Counter
 
 from kvtier.namespace import make_namespace
 from kvtier.testing.tier_suite import ROW_BYTES, key_of, make_config
+from kvtier.tiering.valkey.blobs import ValkeyNames
 from kvtier.tiering.valkey.cluster import slot_of
-from kvtier.tiering.valkey.names import ValkeyNames
 
 
 def test_a_name_has_namespace_and_key_in_its_hash_tag() -> None:

@@ -15,7 +15,7 @@ from kvtier.errors import TierError
 from kvtier.testing.tier_suite import make_config, make_rows
 from kvtier.tiering.kit.key_ring import add_entry, make_ring, write_ring
 from kvtier.tiering.valkey import ValkeyTier
-from kvtier.tiering.valkey.names import ValkeyNames
+from kvtier.tiering.valkey.blobs import ValkeyNames
 
 StartTenants = Callable[..., TenantDriver]
 

@@ -18,8 +18,8 @@ from kvtier.testing.tier_server import TierServer
 from kvtier.testing.tier_suite import TierSuite, make_config
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.valkey import ValkeyTier
+from kvtier.tiering.valkey.blobs import ValkeyNames
 from kvtier.tiering.valkey.cluster import slot_of
-from kvtier.tiering.valkey.names import ValkeyNames
 
 TIMEOUT_S = 0.5
 

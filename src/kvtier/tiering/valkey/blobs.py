@@ -19,6 +19,8 @@ from kvtier.errors import TierError
 from kvtier.tiering.kit.blobs import (
     Blob,
     BlobKind,
+    BlobName,
+    BlobNames,
     Blobs,
     BlockCount,
     Got,
@@ -30,12 +32,12 @@ from kvtier.tiering.kit.blobs import (
     Target,
 )
 from kvtier.tiering.kit.blobs.contract import NAMESPACE_CHARS
+from kvtier.tiering.kit.block_format import BlockName
 from kvtier.tiering.kit.envelope import Buffer
 from kvtier.tiering.kit.page_guard import CHECK_S
 from kvtier.tiering.valkey.cluster import Cluster
-from kvtier.tiering.valkey.connection import Command, ReplyOrError, error_code, make_command
+from kvtier.tiering.valkey.connection import Answer, Command, ReplyOrError, error_code, make_command
 from kvtier.tiering.valkey.errors import TIER_TYPE, refused, words_of
-from kvtier.tiering.valkey.names import LIST_NAME, ValkeyNames
 from kvtier.tiering.valkey.resp import (
     Reply,
     ReplyReader,
@@ -44,7 +46,6 @@ from kvtier.tiering.valkey.resp import (
     encode_set,
     read_beginning,
     read_strings,
-    read_tree,
     read_value,
 )
 from kvtier.tiering.valkey.servers import (
@@ -55,6 +56,14 @@ from kvtier.tiering.valkey.servers import (
     raise_if_away,
 )
 from kvtier.tiering.valkey.settings import ValkeySettings
+
+LIST_NAME = "kvtier:{namespaces}"
+"""The namespaces written last, a sorted set by the time of that."""
+
+_NAME = re.compile(
+    r"kvtier:\{([0-9a-f]{32})(?:\}:(namespace\.json|probe\.page)|:((?:[0-9a-f]{2}){1,40})\})", re.ASCII
+)
+_KINDS = {"namespace.json": BlobKind.DOCUMENT, "probe.page": BlobKind.PAGE}
 
 ASK_FIRST_BYTES = 4 * 2**20
 """Bytes of a call from which the server is asked what it has before they are sent. Asking costs a round trip; sending
@@ -102,6 +111,32 @@ _NAMESPACE = re.compile(rb"[0-9a-f]{%d}" % NAMESPACE_CHARS)
 _MAX_MEMORY = re.compile(rb"^maxmemory:([0-9]{1,19})\r?$", re.MULTILINE)
 
 
+class ValkeyNames(BlobNames):
+    """What values are called.
+
+    The braces are a cluster's hash tag: what stands in them decides the node. So blocks spread over all nodes, and what
+    else may ever be kept of one block goes to the same node.
+    """
+
+    def block(self, namespace: str, name: BlockName) -> str:
+        return f"kvtier:{{{namespace}:{name.hex()}}}"
+
+    def document(self, namespace: str) -> str:
+        return f"kvtier:{{{namespace}}}:namespace.json"
+
+    def page(self, namespace: str) -> str:
+        return f"kvtier:{{{namespace}}}:probe.page"
+
+    def parse(self, name: str) -> BlobName | None:
+        found = _NAME.fullmatch(name)
+        if found is None:
+            return None
+        namespace, other, digits = found.groups()
+        if digits is None:
+            return BlobName(_KINDS[other], namespace)
+        return BlobName(BlobKind.BLOCK, namespace, bytes.fromhex(digits))
+
+
 @dataclass(frozen=True, slots=True)
 class SetRequest:
     """The request that stores a blob, whose parts are made when they are sent, after a redirection once more.
@@ -117,26 +152,6 @@ class SetRequest:
     def __iter__(self) -> Iterator[Buffer]:
         """Yield the pieces."""
         return encode_set(self.blob.name.encode(), self.blob.parts, self.blob.num_bytes, *self.options)
-
-
-class Answer:
-    """A reply that is kept.
-
-    Args:
-        read: reads it; a refusal comes as a ``Reply``.
-
-    Attributes:
-        tree: the reply, once it was read.
-    """
-
-    def __init__(self, read: Callable[[ReplyReader], Tree] = read_tree) -> None:
-        self.tree: Tree = None
-        self._read = read
-
-    def read(self, reader: ReplyReader) -> Reply:
-        """Read the reply; a refusal is returned, so that a cluster can follow it."""
-        self.tree = self._read(reader)
-        return self.tree if isinstance(self.tree, Reply) else Reply("+")
 
 
 class ValkeyBlobs(Blobs):

@@ -14,17 +14,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from kvtier.errors import MissingExtraError, TierError
-from kvtier.tiering.valkey.connection import Command, ReplyOrError, error_code
+from kvtier.tiering.valkey.connection import Answer, Command, ReplyOrError, error_code
 from kvtier.tiering.valkey.endpoint import Address
 from kvtier.tiering.valkey.errors import TIER_TYPE, refused, unreachable
 from kvtier.tiering.valkey.resp import (
     OverdueError,
     ProtocolError,
     Reply,
-    ReplyReader,
     Tree,
     encode,
-    read_tree,
 )
 from kvtier.tiering.valkey.servers import (
     CHECK_COMMANDS,
@@ -296,26 +294,10 @@ def fetch_slot_map(
     raise error
 
 
-class _MapReader:
-    """Reads the reply with the map.
-
-    Attributes:
-        tree: what came.
-    """
-
-    def __init__(self) -> None:
-        self.tree: Tree = None
-
-    def read(self, reader: ReplyReader) -> Reply:
-        """Read it."""
-        self.tree = read_tree(reader)
-        return self.tree if isinstance(self.tree, Reply) else Reply("*")
-
-
 def _fetch_from(settings: ValkeySettings, address: Address, clock: Callable[[], float]) -> SlotMap:
-    node, reader = ServerNode(settings, address, clock), _MapReader()
+    node, answer = ServerNode(settings, address, clock), Answer()
     try:
-        (reply,) = node.run([Command(b"", (encode(b"CLUSTER", b"SLOTS"),), reader.read)])
+        (reply,) = node.run([Command(b"", (encode(b"CLUSTER", b"SLOTS"),), answer.read)])
     finally:
         node.close()
     if isinstance(reply, TierError):
@@ -327,7 +309,7 @@ def _fetch_from(settings: ValkeySettings, address: Address, clock: Callable[[], 
     if reply.kind == "-":
         raise refused(address, reply.error_code)
     try:
-        slot_map = parse_slot_map(reader.tree, address)
+        slot_map = parse_slot_map(answer.tree, address)
     except ProtocolError as error:
         raise TierError(TIER_TYPE, f"{address} sends a map that cannot be right: {error}") from None
     if not slot_map:

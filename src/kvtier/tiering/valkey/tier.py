@@ -30,8 +30,8 @@ MAX_TASK_BLOCKS = 64
 class ValkeyTier(BlobTier):
     """Values on a server or cluster that any number of engines may share.
 
-    Its arguments are those of every ``BlobTier``. A thread moves a batch of blocks over one connection, and small jobs of
-    several requests share one, as a round trip costs more than a small block.
+    Its arguments are those of every ``BlobTier``. A thread moves a batch of blocks over one connection, and small jobs
+    of several requests share one, as a round trip costs more than a small block.
     """
 
     own_settings: ClassVar = ValkeySettings
