@@ -94,9 +94,6 @@ rarely where resets make new ones."""
 MAX_READ = 32
 """Namespaces read from it, those written last."""
 
-LISTING_PERMISSIONS = "+zadd +zremrangebyrank +zrevrange +getrange +scan"
-"""What a user needs besides, for the descriptions of namespaces."""
-
 QUOTA_PERMISSIONS = "+scan +object|idletime +memory|usage +client|no-touch"
 """What a user must be allowed to do beside moving blocks, where tenants have quotas."""
 
