@@ -97,7 +97,9 @@ def test_the_last_block_of_a_namespace_takes_its_name_off_the_list(
     }
 
 
-@pytest.mark.parametrize(("more", "is_said"), [("", False), (True), ("+zadd +zrevrange", False)])
+@pytest.mark.parametrize(
+    ("more", "is_said"), [("", False), (LISTING_PERMISSIONS, True), ("+zadd +zrevrange", False)]
+)
 def test_a_server_that_denies_it_costs_the_cause_and_nothing_else(
     shared_server: LiveServer,
     start_tier: StartTier,
