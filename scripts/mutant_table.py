@@ -183,10 +183,10 @@ MUTANTS = (
     ),
     Mutant(
         "a refused SET counts as done",
-        "tiering/valkey/store.py",
-        'return isinstance(reply, Reply) and reply.kind != "-"',
-        "return isinstance(reply, Reply)",
-        "tests/tiering/valkey/test_store.py",
+        "tiering/valkey/blobs.py",
+        '        if reply.kind != "-":\n            return Put(',
+        "        if reply.kind:\n            return Put(",
+        "tests/tiering/valkey/test_store.py tests/tiering/valkey/test_blobs.py",
     ),
     Mutant(
         "a tenant is left out of the keys of its blocks",

@@ -12,7 +12,7 @@ from redis._parsers import Encoder
 from redis.connection import ConnectionPool, PythonRespSerializer
 
 from kvtier.settings import parse_settings
-from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
+from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, Buffer
 from kvtier.tiering.valkey.connection import Command
 from kvtier.tiering.valkey.resp import Reply, encode, encode_set, read_value
 from kvtier.tiering.valkey.servers import ServerNode
@@ -68,7 +68,7 @@ class PathClient(Client):
 
     def put(self, part: Part) -> None:
         """Write the blocks of ``part`` as one batch."""
-        commands = [Command(name_of(n), encode_set(name_of(n), HEADER, self.rows[n], None)) for n in part]
+        commands = [Command(name_of(n), self._set_pieces(n)) for n in part]
         assert all(isinstance(reply, Reply) and reply.kind == "+" for reply in self._node.run(commands))
 
     def get(self, part: Part) -> None:
@@ -79,6 +79,10 @@ class PathClient(Client):
     def close(self) -> None:
         """Close the connections."""
         self._node.close()
+
+    def _set_pieces(self, number: int) -> list[Buffer]:
+        parts = (HEADER, self.rows[number])
+        return list(encode_set(name_of(number), parts, sum(map(len, parts))))
 
     def _get_call(self, number: int) -> Command:
         header = memoryview(bytearray(ENVELOPE_BYTES))

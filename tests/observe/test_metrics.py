@@ -19,7 +19,6 @@ from kvtier.tiering.base import TierFailure
 from kvtier.tiering.fs.directory import COUNTER_NAMES as FS_NAMES
 from kvtier.tiering.kit.blobs.store import CAPACITY_COUNTS, COUNTS
 from kvtier.tiering.slab.store import COUNTER_NAMES as SLAB_NAMES
-from kvtier.tiering.valkey.store import COUNTS as VALKEY_NAMES
 
 pytest.importorskip(
     "mooncake.store",
@@ -36,7 +35,7 @@ TIER_COUNTS = {
     "fs": (*FS_NAMES, "expired_blocks", "keyless_blocks"),
     "slab": SLAB_NAMES,
     "obj": (*COUNTS, *CAPACITY_COUNTS),
-    "valkey": (*VALKEY_NAMES, *(failure.value for failure in TierFailure)),
+    "valkey": (*COUNTS, *CAPACITY_COUNTS),
     "mooncake": (*MOONCAKE_NAMES, *MORE_MOONCAKE_NAMES, "deferred_deletes"),
 }
 """What the tiers count themselves, those included that are tested with servers."""

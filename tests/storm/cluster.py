@@ -16,11 +16,9 @@ from kvtier.config import OffloadingConfig
 from kvtier.tiering.base import SecondaryTierManager, TierSettings
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
 from kvtier.tiering.valkey import ValkeyTier
-from kvtier.tiering.valkey import place as valkey_place
 from kvtier.tiering.valkey import servers as valkey_servers
-from kvtier.tiering.valkey.cluster import slot_of
+from kvtier.tiering.valkey.cluster import NUM_SLOTS, slot_of
 from kvtier.tiering.valkey.endpoint import Address
-from kvtier.tiering.valkey.slot_map import NUM_SLOTS
 
 NUM_NODES = 3
 NUM_RANGES = 8
@@ -223,7 +221,7 @@ def valkey_calls() -> list[tuple[object, str, object]]:
         cluster = ClusterPlace.present
         return SimConnections(lambda: cluster.find_node(address))
 
-    return [(valkey_servers, "ServerConnections", connect), (valkey_place, "ServerConnections", connect)]
+    return [(valkey_servers, "ServerConnections", connect)]
 
 
 def _has_name(words: Sequence[bytes]) -> bool:

@@ -27,7 +27,7 @@ from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, HEADER_PAGE_BYTES
 from kvtier.tiering.obj import ObjTier
 from kvtier.tiering.places import open_place
 from kvtier.tiering.slab import SlabTier
-from kvtier.tiering.valkey import names as valkey_names
+from kvtier.tiering.valkey.blobs import ValkeyNames
 
 HANG_GUARD_S = 60.0
 KINDS = ("fs", "slab", "obj")
@@ -53,17 +53,17 @@ def test_no_two_blocks_of_whatever_hash_group_and_tenant_have_one_name_in_any_pl
 ) -> None:
     keys = [make_offload_key(*one) for one in parts]
     files = [folders.block_path("/x", key) for key in keys]
-    values = [valkey_names.block_name(NAMESPACE, key) for key in keys]
+    values = [ValkeyNames().block(NAMESPACE, key) for key in keys]
     objects = [FolderNames().block(NAMESPACE, key) for key in keys]
     for names in (files, values, objects):
         assert len(set(names)) == len(parts)
     for one, file, value, path in zip(parts, files, values, objects, strict=True):
-        of_file, of_value = folders.parse_block_name(Path(file).name), valkey_names.parse_block_name(value)
+        of_file, of_value = folders.parse_block_name(Path(file).name), ValkeyNames().parse(value)
         assert of_file is not None
         assert of_value is not None
         of_object = FolderNames().parse(path)
         assert of_object is not None
-        for found in (of_file, of_value.name, of_object.block):
+        for found in (of_file, of_value.block, of_object.block):
             key = OffloadKey(found)
             assert (get_offload_block_hash(key), get_offload_group_idx(key), get_offload_tenant(key)) == one
 

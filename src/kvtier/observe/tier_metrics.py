@@ -78,7 +78,7 @@ TIER_TRAFFIC = (
     ),
     counter(
         "kvtier_tier_existing_blocks",
-        TIER + "<existed|held_blocks>",
+        TIER + "existed",
         "Blocks to store that the tier had already.",
         "blocks",
     ),

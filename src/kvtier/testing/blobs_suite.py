@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -59,7 +60,13 @@ def value_of(number: int, num_bytes: int = VALUE_BYTES) -> bytes:
 
 
 class BlobsSuite(ABC):
-    """The contract of Blobs."""
+    """The contract of Blobs.
+
+    Attributes:
+        has_parts: whether the backend is of several servers, each of which gets its names of a call in their order.
+    """
+
+    has_parts: ClassVar[bool] = False
 
     @abstractmethod
     def open(self, directory: Path) -> Blobs:
@@ -88,7 +95,8 @@ class BlobsSuite(ABC):
         order: list[str] = []
         targets = [PlainTarget(self.name(blobs, number), order) for number in numbers]
         found = blobs.get_into(targets, None)
-        assert order == [target.name for target, got in zip(targets, found, strict=True) if got.num_bytes]
+        read = [target.name for target, got in zip(targets, found, strict=True) if got.num_bytes]
+        assert (sorted(order) if self.has_parts else order) == read
         return list(zip(targets, found, strict=True))
 
     def test_names_are_distinct_and_say_what_they_are_of(self, blobs: Blobs) -> None:
@@ -116,7 +124,7 @@ class BlobsSuite(ABC):
         values = [Blob(self.name(blobs, number), Parts(number, order), VALUE_BYTES) for number in range(4)]
         assert order == []
         assert [put.kind for put in blobs.put_new(values, None)] == [PutKind.WRITTEN] * 4
-        assert order == [0, 1, 2, 3]
+        assert (sorted(order) if self.has_parts else order) == [0, 1, 2, 3]
         for number, (target, got) in enumerate(self.get(blobs, 0, 1, 2, 3)):
             assert got.kind is GotKind.READ
             assert bytes(target.header) + target.row_then == value_of(number)
@@ -185,7 +193,7 @@ class BlobsSuite(ABC):
         own = {self.name(blobs, 1), self.name(blobs, 2)}
         assert {one.name for one in blobs.list_all()} >= own | {other, blobs.names.document(NAMESPACE)}
         of_namespace = {one.name: one.num_bytes for one in blobs.list_all(NAMESPACE)}
-        assert all(of_namespace[name] == VALUE_BYTES for name in own)
+        assert all(of_namespace[name] >= VALUE_BYTES for name in own)
         assert other not in of_namespace
         assert sum(removed.num_blocks for removed in blobs.remove_namespace(NAMESPACE, None)) == 2
         left = {one.name for one in blobs.list_all()}

@@ -9,8 +9,8 @@ from tests.tiering.valkey.live import HANG_GUARD_S, LiveServer
 from kvtier.base import OffloadKey
 from kvtier.namespace import make_namespace
 from kvtier.testing.tier_suite import ROW_BYTES, key_of, make_config
+from kvtier.tiering.valkey.blobs import ValkeyNames
 from kvtier.tiering.valkey.cluster import slot_of
-from kvtier.tiering.valkey.names import ValkeyNamespace
 
 NODE_OPTIONS = (
     "--cluster-enabled",
@@ -200,4 +200,4 @@ def name_of(number: int) -> bytes:
 
 def name_of_key(key: OffloadKey) -> bytes:
     """Return the server's name of a block of the suite's model."""
-    return ValkeyNamespace(make_namespace(make_config(), ROW_BYTES)).block_name(key)
+    return ValkeyNames().block(make_namespace(make_config(), ROW_BYTES).name, key).encode()

@@ -13,10 +13,12 @@ from tests.tiering.valkey.live_cluster import LiveCluster, name_of
 from kvtier.errors import TierError
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import NUM_ROWS, TierDriver, content_of, key_of
+from kvtier.tiering.kit.blobs import BlobKind
+from kvtier.tiering.kit.blobs.store import REMEMBERED_S
 from kvtier.tiering.valkey import ValkeyTier
+from kvtier.tiering.valkey.blobs import ValkeyNames
 from kvtier.tiering.valkey.cluster import REFRESH_S, Destination, redirection, slot_of
 from kvtier.tiering.valkey.endpoint import Address
-from kvtier.tiering.valkey.names import parse_block_name
 from kvtier.tiering.valkey.resp import Reply
 
 NUMBERS = list(range(NUM_ROWS))
@@ -52,7 +54,7 @@ def hasty(driver: TierDriver, healthy: LiveCluster, start_tier: StartTier, clock
 def store_when_found(driver: TierDriver, clock: ManualClock) -> None:
     """Store the sixteen blocks, once the tier has read a map of the cluster as it is now."""
     for _ in range(NUM_TRIES):
-        clock.advance(REFRESH_S)
+        clock.advance(REMEMBERED_S)  # longer than the tier takes for sure what it has stored
         if driver.store(NUMBERS).success:
             return
     raise AssertionError("the tier does not find what the cluster's nodes agree on")
@@ -95,7 +97,8 @@ def test_blocks_spread_over_the_nodes(driver: TierDriver, healthy: LiveCluster) 
     assert all(shares)
     for node, share in zip(healthy.nodes[:3], shares, strict=True):
         with node.client() as client:
-            blocks = [name for name in client.scan_iter() if parse_block_name(name) is not None]
+            parsed = [ValkeyNames().parse(name.decode()) for name in client.scan_iter()]
+        blocks = [one for one in parsed if one is not None and one.kind is BlobKind.BLOCK]
         assert len(blocks) == len(share)
 
 

@@ -11,6 +11,7 @@ from kvtier.config import OffloadingConfig
 from kvtier.testing.tier_suite import TierDriver, key_of
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.valkey import ValkeyTier
+from kvtier.tiering.valkey.blobs import ValkeyNames
 
 
 class TestServer(EncryptedSuite):
@@ -29,14 +30,14 @@ class TestServer(EncryptedSuite):
     def read_value(self, tier: SecondaryTierManager, key: OffloadKey) -> bytes:
         assert isinstance(tier, ValkeyTier)
         with self.server.client() as client:
-            value = client.get(tier._namespace.block_name(key))
+            value = client.get(_name_of(tier, key))
         assert isinstance(value, bytes)
         return value
 
     def write_value(self, tier: SecondaryTierManager, key: OffloadKey, value: bytes) -> None:
         assert isinstance(tier, ValkeyTier)
         with self.server.client() as client:
-            client.set(tier._namespace.block_name(key), value)
+            client.set(_name_of(tier, key), value)
 
     def test_no_name_on_the_server_has_a_key(self, driver: TierDriver) -> None:
         driver.store([1, 2])
@@ -44,3 +45,7 @@ class TestServer(EncryptedSuite):
             names = list(client.scan_iter())
         assert len(names) >= 3
         assert not any(key_of(number).hex().encode() in name for name in names for number in (1, 2))
+
+
+def _name_of(tier: ValkeyTier, key: OffloadKey) -> str:
+    return ValkeyNames().block(tier._namespace.name, tier._namespace.format.name(key))

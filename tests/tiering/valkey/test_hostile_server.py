@@ -11,13 +11,13 @@ from tests.tiering.valkey.scripted import ScriptedServer, array, bulk, number, s
 from kvtier.errors import TierError
 from kvtier.settings import parse_settings
 from kvtier.testing.clock import ManualClock
+from kvtier.tiering.valkey import ValkeyTier
+from kvtier.tiering.valkey.cluster import MAX_NODES, SlotMap, fetch_slot_map, parse_slot_map
 from kvtier.tiering.valkey.connection import Command
 from kvtier.tiering.valkey.endpoint import Address
-from kvtier.tiering.valkey.place import open_valkey_place
 from kvtier.tiering.valkey.resp import MAX_DEPTH, MAX_REPLY_BYTES, ProtocolError, Reply
 from kvtier.tiering.valkey.servers import SingleServer
 from kvtier.tiering.valkey.settings import ValkeySettings
-from kvtier.tiering.valkey.slot_map import MAX_NODES, SlotMap, fetch_slot_map, parse_slot_map
 
 OK = b"+OK\r\n"
 ASKED = Address("asked", 7)
@@ -283,7 +283,7 @@ def test_redirections_to_ever_new_nodes_end(serve: Serve, start_tier: StartTier,
 )
 def test_a_listing_that_is_none_is_one_line(serve: Serve, reply: bytes) -> None:
     server = serve(answering([reply], b"SCAN"))
-    place = open_valkey_place({"url": server.url})
+    place = ValkeyTier.open_place({"url": server.url})
     with pytest.raises(TierError, match="SCAN"):
         place.namespaces()
     place.close()
@@ -294,7 +294,7 @@ def test_a_listing_that_is_none_is_one_line(serve: Serve, reply: bytes) -> None:
 )
 def test_facts_that_are_none_are_taken_for_no_limit(serve: Serve, reply: bytes) -> None:
     server = serve(answering([reply], b"INFO"))
-    place = open_valkey_place({"url": server.url})
+    place = ValkeyTier.open_place({"url": server.url})
     assert place.summary().capacity_bytes is None
     place.close()
 

@@ -16,11 +16,13 @@ from kvtier.namespace import make_namespace
 from kvtier.testing.place_suite import MODELS, PlaceSuite, name_of
 from kvtier.testing.tier_suite import ROW_BYTES, make_config
 from kvtier.tiering.base import SecondaryTierManager
+from kvtier.tiering.kit.blobs import BlobKind
 from kvtier.tiering.kit.place import BlockState
 from kvtier.tiering.valkey import ValkeyTier
+from kvtier.tiering.valkey.blobs import LIST_NAME, ValkeyNames
 from kvtier.tiering.valkey.cluster import slot_of
-from kvtier.tiering.valkey.names import block_name, document_name, parse_block_name, parse_document_name
-from kvtier.tiering.valkey.place import open_valkey_place, probe_valkey_place
+
+NAMES = ValkeyNames()
 
 
 class OnServers(PlaceSuite):
@@ -57,18 +59,17 @@ class TestCluster(OnServers):
         return {"url": self.cluster.url, "cluster": True}
 
     def damage(self, directory: Path, key: OffloadKey) -> None:
-        name = block_name(name_of(MODELS[0]), key)
+        name = NAMES.block(name_of(MODELS[0]), key).encode()
         assert damage_value(self.cluster.owner_of_slot(slot_of(name)), key)
 
 
 def test_names_can_be_read_back() -> None:
     key = OffloadKey(bytes(range(36)))
     namespace = name_of(MODELS[0])
-    assert parse_block_name(block_name(namespace, key)) == (namespace, key)
-    assert parse_document_name(document_name(namespace)) == namespace
-    for name in (b"kvtier:{probe}", b"kvtier:{%b:}" % namespace.encode(), b"other", document_name(namespace)):
-        assert parse_block_name(name) is None
-    assert parse_document_name(block_name(namespace, key)) is None
+    assert NAMES.parse(NAMES.block(namespace, key)) == (BlobKind.BLOCK, namespace, key)
+    assert NAMES.parse(NAMES.document(namespace)) == (BlobKind.DOCUMENT, namespace, b"")
+    for name in ("kvtier:{probe}", f"kvtier:{{{namespace}:}}", "other", LIST_NAME):
+        assert NAMES.parse(name) is None
 
 
 def test_seeing_and_checking_blocks_is_no_use_of_them(
@@ -76,12 +77,12 @@ def test_seeing_and_checking_blocks_is_no_use_of_them(
 ) -> None:
     """A server evicts by use: after an inspection its order must be what engines made it."""
     start_tier(shared_server.url).store([1])
-    name = block_name(name_of(MODELS[0]), parse_key(shared_server))
+    name = NAMES.block(name_of(MODELS[0]), parse_key(shared_server))
     with shared_server.client() as client:
         client.execute_command("CONFIG", "SET", "maxmemory-policy", "allkeys-lfu")
         client.execute_command("CONFIG", "SET", "lfu-log-factor", "0")
         before = client.execute_command("OBJECT FREQ", name)
-    place = open_valkey_place({"url": shared_server.url})
+    place = ValkeyTier.open_place({"url": shared_server.url})
     try:
         for _ in range(3):
             assert len(list(place.blocks())) == 1
@@ -97,8 +98,9 @@ def test_seeing_and_checking_blocks_is_no_use_of_them(
 def parse_key(server: LiveServer) -> OffloadKey:
     """Return the key of the only block on a server."""
     with server.client() as client:
-        (found,) = [block for name in client.scan_iter() if (block := parse_block_name(name)) is not None]
-    return OffloadKey(found.name)
+        parsed = [NAMES.parse(name.decode()) for name in client.scan_iter()]
+    (found,) = [one for one in parsed if one is not None and one.block]
+    return OffloadKey(found.block)
 
 
 def test_other_names_are_left_alone(shared_server: LiveServer, start_tier: StartTier) -> None:
@@ -106,7 +108,7 @@ def test_other_names_are_left_alone(shared_server: LiveServer, start_tier: Start
     with shared_server.client() as client:
         client.set("somebody", "else")
         client.set("kvtier:notes", "12345")
-    place = open_valkey_place({"url": shared_server.url})
+    place = ValkeyTier.open_place({"url": shared_server.url})
     blocks = list(place.blocks())
     assert place.summary().foreign.num == 1, "only names that begin like ours are looked at"
     assert place.remove(blocks, unless_changed=False).num == 1
@@ -118,10 +120,10 @@ def test_other_names_are_left_alone(shared_server: LiveServer, start_tier: Start
 
 def test_a_value_of_another_kind_is_not_readable(shared_server: LiveServer, start_tier: StartTier) -> None:
     start_tier(shared_server.url).store([1])
-    place = open_valkey_place({"url": shared_server.url})
+    place = ValkeyTier.open_place({"url": shared_server.url})
     (block,) = place.blocks()
     with shared_server.client() as client:
-        name = block_name(name_of(MODELS[0]), parse_key(shared_server))
+        name = NAMES.block(name_of(MODELS[0]), parse_key(shared_server))
         client.delete(name)
         client.lpush(name, "list")
     assert place.check(block) is BlockState.UNREADABLE
@@ -135,13 +137,13 @@ def test_the_description_lives_as_long_as_the_newest_block(
     driver = start_tier(shared_server.url, ttl_s=1000)
     assert driver.store([1]).success
     with shared_server.client() as client:
-        assert client.get(document_name(namespace.name)) == namespace.document.encode()
-        client.expire(document_name(namespace.name), 10)
+        assert client.get(NAMES.document(namespace.name)) == namespace.document.encode()
+        client.expire(NAMES.document(namespace.name), 10)
         driver.store([2])
-        assert 900 < client.ttl(document_name(namespace.name)) <= 1000
+        assert 900 < client.ttl(NAMES.document(namespace.name)) <= 1000
     assert start_tier(shared_server.url, ttl_s=0, model="model-b").store([1]).success
     with shared_server.client() as client:
-        assert client.ttl(document_name(name_of("model-b"))) == -1
+        assert client.ttl(NAMES.document(name_of("model-b"))) == -1
 
 
 def test_a_description_that_a_dead_server_did_not_get_is_sent_with_the_next_blocks(
@@ -153,7 +155,7 @@ def test_a_description_that_a_dead_server_did_not_get_is_sent_with_the_next_bloc
     server.start()
     driver.poll_until(lambda: driver.store([1]).success)
     with server.client() as client:
-        assert client.exists(document_name(name_of(MODELS[0])))
+        assert client.exists(NAMES.document(name_of(MODELS[0])))
 
 
 def test_a_server_that_is_away_or_shut_is_said_without_the_password(server: LiveServer) -> None:
@@ -161,10 +163,10 @@ def test_a_server_that_is_away_or_shut_is_said_without_the_password(server: Live
         client.execute_command("CONFIG", "SET", "requirepass", "hunter2")
     url = server.url.replace("//", "//:hunter3@")
     with pytest.raises(TierError, match="does not accept") as refused:
-        open_valkey_place({"url": url})
-    (finding,) = probe_valkey_place({"url": url})
+        ValkeyTier.open_place({"url": url})
+    (finding,) = ValkeyTier.probe({"url": url})
     assert not finding.is_good
     assert "hunter" not in str(refused.value) + finding.text
     server.kill()
     with pytest.raises(TierError, match="cannot be reached"):
-        open_valkey_place({"url": url})
+        ValkeyTier.open_place({"url": url})

@@ -62,15 +62,15 @@ def test_a_request_is_the_protocol_s() -> None:
 
 def test_a_row_is_sent_from_where_it_lies() -> None:
     row = memoryview(bytearray(ROW))
-    pieces = encode_set(b"n", HEADER, row, None)
+    pieces = list(encode_set(b"n", [HEADER, row], len(HEADER) + len(ROW)))
     assert any(piece is row for piece in pieces)
     begin = b"*3\r\n$3\r\nSET\r\n$1\r\nn\r\n$%d\r\n" % (len(HEADER) + len(ROW))
     assert b"".join(pieces) == begin + HEADER + ROW + b"\r\n"
 
 
 def test_an_expiry_is_sent_behind_the_row() -> None:
-    request = b"".join(encode_set(b"n", b"h", memoryview(b"r"), 1500))
-    assert request == b"*5\r\n$3\r\nSET\r\n$1\r\nn\r\n$2\r\nhr\r\n$2\r\nPX\r\n$4\r\n1500\r\n"
+    request = b"".join(encode_set(b"n", [b"h", memoryview(b"r")], 2, b"NX", b"PX", b"1500"))
+    assert request == b"*6\r\n$3\r\nSET\r\n$1\r\nn\r\n$2\r\nhr\r\n$2\r\nNX\r\n$2\r\nPX\r\n$4\r\n1500\r\n"
 
 
 def test_more_buffers_than_the_kernel_takes_at_once_arrive_in_order(wire: Wire) -> None:

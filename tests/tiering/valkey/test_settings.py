@@ -26,7 +26,7 @@ def parse(**changes: object) -> ValkeySettings:
 def test_good_settings_are_typed() -> None:
     endpoint = Endpoint(Address("host", 6379))
     assert parse() == ValkeySettings(
-        endpoint, cluster=False, ttl_s=60.0, timeout_s=2.0, ca_file=None, num_threads=4
+        url=endpoint, cluster=False, ttl_s=60.0, timeout_s=2.0, ca_file=None, num_threads=4
     )
 
 

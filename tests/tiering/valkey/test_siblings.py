@@ -2,8 +2,8 @@
 
 import json
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -15,14 +15,21 @@ from kvtier.misses import MissCause
 from kvtier.namespace import make_namespace
 from kvtier.settings import parse_settings
 from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, key_of, make_config
+from kvtier.tiering.valkey import ValkeyTier
+from kvtier.tiering.valkey.blobs import (
+    LIST_NAME,
+    MAX_LISTED,
+    MAX_READ,
+    ValkeyBlobs,
+    ValkeyNames,
+)
 from kvtier.tiering.valkey.errors import NEEDED_PERMISSIONS
-from kvtier.tiering.valkey.names import LIST_NAME, document_name
-from kvtier.tiering.valkey.place import open_valkey_place
-from kvtier.tiering.valkey.servers import SingleServer
 from kvtier.tiering.valkey.settings import ValkeySettings
-from kvtier.tiering.valkey.siblings import MAX_LISTED, MAX_READ, PERMISSIONS, listing_commands
 
 OTHER = "ab" * 16
+LISTING_PERMISSIONS = "+zadd +zremrangebyrank +zrevrange +getrange +scan"
+"""What a user needs besides, for the descriptions of namespaces."""
+
 PASSWORD = "sesame"  # noqa: S105  # of a server that lives for a second
 
 
@@ -59,10 +66,9 @@ def test_what_lists_namespaces_is_bounded_and_expires_with_the_newest_block(
     shared_server: LiveServer, start_tier: StartTier
 ) -> None:
     settings = parse_settings(ValkeySettings, {"url": shared_server.url}, "a test")
-    server = SingleServer(settings, time.monotonic)
-    for count in range(3 * MAX_LISTED):
-        server.run(listing_commands(f"{count:032x}", float(count), None))
-    server.close()
+    with closing(ValkeyBlobs(settings, wall_clock=lambda: 7.0)) as blobs:
+        for count in range(3 * MAX_LISTED):
+            blobs.put_document(f"{count:032x}", "{}")
     start_tier(shared_server.url, ttl_s=1000).store([1])
     with shared_server.client() as client:
         assert client.zcard(LIST_NAME) <= MAX_LISTED
@@ -75,7 +81,7 @@ def test_the_last_block_of_a_namespace_takes_its_name_off_the_list(
 ) -> None:
     for model in ("model-a", "model-b"):
         start_tier(shared_server.url, model).store([1])
-    place = open_valkey_place({"url": shared_server.url})
+    place = ValkeyTier.open_place({"url": shared_server.url})
     name = name_of("model-b")
     place.remove(list(place.blocks([name])), unless_changed=False)
     place.end_removal([name])
@@ -91,7 +97,9 @@ def test_the_last_block_of_a_namespace_takes_its_name_off_the_list(
     }
 
 
-@pytest.mark.parametrize(("more", "is_said"), [("", False), (PERMISSIONS, True), ("+zadd +zrevrange", False)])
+@pytest.mark.parametrize(
+    ("more", "is_said"), [("", False), (LISTING_PERMISSIONS, True), ("+zadd +zrevrange", False)]
+)
 def test_a_server_that_denies_it_costs_the_cause_and_nothing_else(
     shared_server: LiveServer,
     start_tier: StartTier,
@@ -129,14 +137,14 @@ def test_a_hostile_description_costs_its_own_words_only(
     for model in ("model-b", "model-c"):
         start_tier(shared_server.url, model).store([1])
     with shared_server.client() as client:
-        client.set(document_name(name_of("model-b")), text)
+        client.set(ValkeyNames().document(name_of("model-b")), text)
         client.zadd(LIST_NAME, {b"x" * 2**24: 10**10, b"\xff\n": 10**10})
     driver = start_tier(shared_server.url)
     found = sibling_of(driver)
     assert found is not None
     assert found["namespace"] == name_of("model-c")[:8]
     assert driver.store([1]).success
-    place = open_valkey_place({"url": shared_server.url})
+    place = ValkeyTier.open_place({"url": shared_server.url})
     assert all(len(one.document) <= 2**16 for one in place.namespaces())
     place.close()
 

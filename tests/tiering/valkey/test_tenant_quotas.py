@@ -15,8 +15,7 @@ from kvtier.errors import TierError
 from kvtier.testing.tier_suite import make_config, make_rows
 from kvtier.tiering.kit.key_ring import add_entry, make_ring, write_ring
 from kvtier.tiering.valkey import ValkeyTier
-from kvtier.tiering.valkey.names import parse_block_name
-from kvtier.tiering.valkey.place import open_valkey_place
+from kvtier.tiering.valkey.blobs import ValkeyNames
 
 StartTenants = Callable[..., TenantDriver]
 
@@ -37,7 +36,7 @@ def block_bytes_in(url: str, **own: object) -> int:
     key = key_of_tenant("carol", 999)
     driver.store_keys([key])
     assert driver.tier.shutdown(HANG_GUARD_S)
-    place = open_valkey_place({"url": url} | own)
+    place = ValkeyTier.open_place({"url": url} | own)
     try:
         (block,) = [block for block in place.blocks() if block.key == key]
         place.remove([block], unless_changed=False)
@@ -75,8 +74,8 @@ def start() -> Iterator[StartTenants]:
 def held_in(server: LiveServer) -> set[OffloadKey]:
     """Return which blocks the server has."""
     with server.client() as client:
-        names = [parse_block_name(name) for name in client.scan_iter("kvtier:*", count=10_000)]
-    return {OffloadKey(found.name) for found in names if found is not None}
+        names = [ValkeyNames().parse(name.decode()) for name in client.scan_iter("kvtier:*", count=10_000)]
+    return {OffloadKey(found.block) for found in names if found is not None and found.block}
 
 
 def make_old(server: LiveServer, name: str, number: int, idle_s: int) -> None:
@@ -88,7 +87,7 @@ def make_old(server: LiveServer, name: str, number: int, idle_s: int) -> None:
 
 def counts_of(driver: TenantDriver, *names: str) -> dict[str, float]:
     """Return what a pass finds at rest; before, what was written while another was read may count twice."""
-    driver.tier._block_store._quotas.run_pass()  # type: ignore[attr-defined]  # a valkey tier's
+    driver.tier._block_store._evictor._run_pass()  # type: ignore[attr-defined]  # a valkey tier's
     stats = driver.tier.stats()
     return {name: stats[f"tenant_blocks.{name}"] for name in names}
 
@@ -154,7 +153,7 @@ def test_all_nodes_of_a_cluster_count_together(cluster: LiveCluster, start: Star
     driver = start(cluster.url, {"alice": 4, "bob": None}, cluster=True)
     driver.store_of("bob", range(8))
     driver.store_of("alice", range(8))
-    place = open_valkey_place({"url": cluster.url, "cluster": True})
+    place = ValkeyTier.open_place({"url": cluster.url, "cluster": True})
     try:
         driver.poll_until(
             lambda: (
@@ -183,7 +182,7 @@ def test_a_user_that_may_not_list_is_refused_at_the_start(
 def test_the_tier_goes_on_without_a_server_and_keeps_the_quota_when_it_is_back(
     server: LiveServer, start: StartTenants, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.tiering.kit.quota_keeper.RETRY_S", 0.01)
+    monkeypatch.setattr("kvtier.tiering.kit.blobs.evictor.RETRY_S", 0.01)
     driver = start(server.url, {"alice": 4})
     driver.store_of("alice", range(4))
     driver.poll_until(lambda: counts_of(driver, "alice") == {"alice": 4})

@@ -18,8 +18,8 @@ from kvtier.testing.tier_server import TierServer
 from kvtier.testing.tier_suite import TierSuite, make_config
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.valkey import ValkeyTier
+from kvtier.tiering.valkey.blobs import ValkeyNames
 from kvtier.tiering.valkey.cluster import slot_of
-from kvtier.tiering.valkey.names import ValkeyNamespace
 
 TIMEOUT_S = 0.5
 
@@ -70,7 +70,7 @@ def damage_value(server: LiveServer, key: OffloadKey) -> bool:
 
 
 def _name_of(config: OffloadingConfig, key: OffloadKey) -> bytes:
-    return ValkeyNamespace(make_namespace(config, config.groups[0].page_size_bytes)).block_name(key)
+    return ValkeyNames().block(make_namespace(config, config.groups[0].page_size_bytes).name, key).encode()
 
 
 @pytest.fixture(scope="module")

@@ -2,17 +2,28 @@
 
 The map is a value that comes from the first node that answers; it is read again when it turned out to be
 wrong. A command that was sent to the wrong node is sent on, a few times at most.
+
+What a node says is input: a map that contradicts itself, or names what cannot be, is refused as a whole, and the
+cluster counts as away until a node sends a better one.
 """
 
+import re
 import threading
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeAlias
 
 from kvtier.errors import MissingExtraError, TierError
-from kvtier.tiering.valkey.connection import Command, ReplyOrError, error_code
+from kvtier.tiering.valkey.connection import Answer, Command, ReplyOrError, error_code
 from kvtier.tiering.valkey.endpoint import Address
 from kvtier.tiering.valkey.errors import TIER_TYPE, refused, unreachable
-from kvtier.tiering.valkey.resp import OverdueError, Reply
+from kvtier.tiering.valkey.resp import (
+    OverdueError,
+    ProtocolError,
+    Reply,
+    Tree,
+    encode,
+)
 from kvtier.tiering.valkey.servers import (
     CHECK_COMMANDS,
     MAX_EXCHANGE_S,
@@ -22,7 +33,6 @@ from kvtier.tiering.valkey.servers import (
     raise_if_refused,
 )
 from kvtier.tiering.valkey.settings import ValkeySettings
-from kvtier.tiering.valkey.slot_map import MAX_NODES, MAX_PORT, SlotMap, fetch_slot_map
 
 try:
     from redis.crc import key_slot
@@ -46,6 +56,26 @@ later, and each of its blocks is a miss until then."""
 TROUBLE_THAT_LASTS = frozenset({"LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN"})
 TROUBLE_OF_ONE_NODE = TROUBLE_THAT_LASTS | {"MOVED", "ASK", "TRYAGAIN"}
 """Refusals that are about one node; what else is refused, every node would refuse."""
+
+
+SlotMap: TypeAlias = dict[int, Address]
+"""The primary of each hash slot; a slot without one is not in it."""
+
+NUM_SLOTS = 16_384
+MAX_PORT = 65_535
+
+MAX_NODES = 1000
+"""Primaries of a cluster: as many as its authors recommend at most. More would be asked one after another, a time-out
+for each that is away."""
+
+MAX_SEARCH_S = 10.0
+"""Seconds after which no further node is asked for the map. Longer holds up the jobs that wait for it; shorter may not
+reach a living node behind several dead ones."""
+
+UNKNOWN_HOST = b"?"
+"""A node that is to be named by its host name and has none."""
+
+_HOST = re.compile(rb"[A-Za-z0-9._:%-]{1,253}")
 
 
 class Destination(NamedTuple):
@@ -84,7 +114,9 @@ class Cluster(Servers):
         self._members: frozenset[Address] = frozenset()
         self._troubled: set[Address] = set()
 
-    def run(self, commands: Sequence[Command], end_s: float | None = None) -> list[ReplyOrError]:
+    def run(
+        self, commands: Sequence[Command], end_s: float | None = None, *, is_use: bool = True
+    ) -> list[ReplyOrError]:
         slot_map = self._current_map()
         # A map or redirections that name many dead nodes must not cost a time-out for each.
         end_s = self._clock() + MAX_EXCHANGE_S if end_s is None else end_s
@@ -100,8 +132,12 @@ class Cluster(Servers):
         for _ in range(MAX_HOPS):
             if not waiting:
                 break
-            waiting = self._run_each(commands, waiting, replies, end_s)
+            waiting = self._run_each(commands, waiting, replies, end_s, is_use=is_use)
         return replies
+
+    def nodes(self) -> list[ServerNode]:
+        nodes = [self._node(address) for address in sorted(set(self._current_map().values()))]
+        return [node for node in nodes if node is not None]
 
     def is_fault(self, reply: ReplyOrError) -> bool:
         if isinstance(reply, Reply) and reply.error_code not in TROUBLE_OF_ONE_NODE:
@@ -134,11 +170,14 @@ class Cluster(Servers):
         waiting: dict[Destination, list[int]],
         replies: list[ReplyOrError],
         end_s: float,
+        *,
+        is_use: bool,
     ) -> dict[Destination, list[int]]:
         """Run commands at their destinations, note the replies, return those that have to go elsewhere."""
         moved: dict[Destination, list[int]] = {}
         for destination, indices in waiting.items():
-            asked = self._run_at(destination, [commands[index] for index in indices], end_s)
+            own = [commands[index] for index in indices]
+            asked = self._run_at(destination, own, end_s, is_use=is_use)
             for index, reply in zip(indices, asked, strict=True):
                 replies[index] = reply
                 if (elsewhere := redirection(reply, destination.address)) is not None:
@@ -148,7 +187,7 @@ class Cluster(Servers):
         return moved
 
     def _run_at(
-        self, destination: Destination, commands: Sequence[Command], end_s: float
+        self, destination: Destination, commands: Sequence[Command], end_s: float, *, is_use: bool
     ) -> list[ReplyOrError]:
         node = self._node(destination.address)
         if node is None:
@@ -156,7 +195,7 @@ class Cluster(Servers):
             return [unknown] * len(commands)
         if self._clock() >= end_s:
             return [unreachable(destination.address, OverdueError())] * len(commands)
-        replies = node.run(commands, end_s, is_asking=destination.is_asking)
+        replies = node.run(commands, end_s, is_asking=destination.is_asking, is_use=is_use)
         trouble = next((reply for reply in replies if isinstance(reply, TierError)), None)
         codes = {error_code(reply) for reply in replies} & TROUBLE_THAT_LASTS
         if trouble is None and codes:
@@ -230,3 +269,103 @@ def redirection(reply: ReplyOrError, asked: Address) -> Destination | None:
     if not (port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) <= MAX_PORT):
         return None
     return Destination(Address(host or asked.host, int(port)), is_asking=code == "ASK")
+
+
+def fetch_slot_map(
+    settings: ValkeySettings, addresses: Iterable[Address], clock: Callable[[], float] = time.monotonic
+) -> SlotMap:
+    """Return the map of the first of the nodes at ``addresses`` that sends one.
+
+    Raises:
+        TierError: none of them did; the reason is the last one's.
+
+    Thread: any; blocks, for the time-outs of each node that does not answer.
+    """
+    error: TierError | None = None
+    end_s = clock() + MAX_SEARCH_S
+    for address in addresses:
+        if error is not None and clock() >= end_s:
+            break
+        try:
+            return _fetch_from(settings, address, clock)
+        except TierError as cause:
+            error = cause
+    assert error is not None, "the address that the user gave is one of them"
+    raise error
+
+
+def _fetch_from(settings: ValkeySettings, address: Address, clock: Callable[[], float]) -> SlotMap:
+    node, answer = ServerNode(settings, address, clock), Answer()
+    try:
+        (reply,) = node.run([Command(b"", (encode(b"CLUSTER", b"SLOTS"),), answer.read)])
+    finally:
+        node.close()
+    if isinstance(reply, TierError):
+        raise reply
+    if reply.error_code == "ERR":
+        raise TierError(
+            TIER_TYPE, f"{address} cannot be used: it is not one of a cluster: set cluster to false"
+        )
+    if reply.kind == "-":
+        raise refused(address, reply.error_code)
+    try:
+        slot_map = parse_slot_map(answer.tree, address)
+    except ProtocolError as error:
+        raise TierError(TIER_TYPE, f"{address} sends a map that cannot be right: {error}") from None
+    if not slot_map:
+        raise refused(address, "CLUSTERDOWN")
+    return slot_map
+
+
+def parse_slot_map(tree: Tree, asked: Address) -> SlotMap:
+    """Return the map that the reply to CLUSTER SLOTS holds; slots that no range names are not in it. Pure.
+
+    Args:
+        tree: the reply.
+        asked: the node that sent it; a node without a host is there too, at its own port.
+
+    Raises:
+        ProtocolError: it is no map, names a slot twice, or what cannot be.
+    """
+    if not isinstance(tree, list):
+        raise ProtocolError("it is no list")
+    slot_map: SlotMap = {}
+    for entry in tree:
+        if not isinstance(entry, list) or len(entry) < 3:
+            raise ProtocolError("an entry is no range with a node")
+        first, last = entry[:2]
+        if not isinstance(first, int) or not isinstance(last, int) or not 0 <= first <= last < NUM_SLOTS:
+            raise ProtocolError(f"a range is not within the slots 0 to {NUM_SLOTS - 1}")
+        address = _parse_node(entry[2], asked)
+        for slot in range(first, last + 1):
+            if slot in slot_map:
+                raise ProtocolError(f"slot {slot} is in it twice")
+            slot_map[slot] = address
+    num_nodes = len(set(slot_map.values()))
+    if num_nodes > MAX_NODES:
+        raise ProtocolError(f"it names {num_nodes} nodes, at most {MAX_NODES} are used")
+    return slot_map
+
+
+def _parse_node(node: Tree, asked: Address) -> Address:
+    if not isinstance(node, list) or len(node) < 2:
+        raise ProtocolError("a node has no address")
+    host, port = node[:2]
+    if not isinstance(port, int) or not 0 < port <= MAX_PORT:
+        raise ProtocolError(f"a node's port is not within 1 to {MAX_PORT}")
+    if host == UNKNOWN_HOST:
+        host = _ip_of(node)
+    if host is None or host == b"":
+        return Address(asked.host, port)
+    if not isinstance(host, bytes) or _HOST.fullmatch(host) is None:
+        raise ProtocolError("a node's host is no name and no address")
+    return Address(host.decode("ascii"), port)
+
+
+def _ip_of(node: list[Tree]) -> Tree:
+    """Return the address that stands behind a node's name since Redis 7; None where there is none. Pure."""
+    further = node[3] if len(node) > 3 else None
+    if not isinstance(further, list):
+        return None
+    pairs = zip(further[::2], further[1::2], strict=False)
+    return next((value for name, value in pairs if name == b"ip"), None)

@@ -19,8 +19,10 @@ from kvtier.tiering.valkey.resp import (
     ProtocolError,
     Reply,
     ReplyReader,
+    Tree,
     encode,
     read_reply,
+    read_tree,
     send_all,
 )
 from kvtier.tiering.valkey.settings import ValkeySettings
@@ -38,8 +40,8 @@ CONNECT_TIMEOUT_S = 1.0
 """Seconds to connect in, unless ``timeout_s`` is less. Within a data centre it takes a millisecond; three seconds
 are what a kernel waits before it tries a second time."""
 
-SPARE_CONNECTIONS = 4
-"""Connections beyond one for each thread that moves blocks: for lookups, and for the check at the start."""
+SPARE_CONNECTIONS = 6
+"""Connections beyond one for each thread that moves blocks: for lookups, the check at the start, quotas, a purge."""
 
 
 ReplyOrError: TypeAlias = Reply | TierError
@@ -69,6 +71,26 @@ def make_command(verb: bytes, name: bytes, *arguments: bytes) -> Command:
 def error_code(reply: ReplyOrError) -> str:
     """Return the code of the refusal that ``reply`` is, "" when it is something else. Pure."""
     return reply.error_code if isinstance(reply, Reply) else ""
+
+
+class Answer:
+    """A reply that is kept.
+
+    Args:
+        read: reads it; a refusal comes as a ``Reply``.
+
+    Attributes:
+        tree: the reply, once it was read.
+    """
+
+    def __init__(self, read: Callable[[ReplyReader], Tree] = read_tree) -> None:
+        self.tree: Tree = None
+        self._read = read
+
+    def read(self, reader: ReplyReader) -> Reply:
+        """Read the reply; a refusal is returned, so that a cluster can follow it."""
+        self.tree = self._read(reader)
+        return self.tree if isinstance(self.tree, Reply) else Reply("+")
 
 
 class ServerConnections:

@@ -37,6 +37,16 @@ REMEDIES = {
 }
 """What to do about each refusal of the whole server, by its first word; others are about one block."""
 
+PROTOCOL_ERROR = "ERR Protocol error"
+"""What a server says that closes the connection, as it would not know where the next request begins."""
+
+REPEATED_WORDS = (
+    f"{PROTOCOL_ERROR}: invalid bulk length",
+    f"{PROTOCOL_ERROR}: invalid multibulk length",
+    PROTOCOL_ERROR,
+)
+"""What refusals of a value begin with, and what of them may be repeated: it is no text of ours that came back."""
+
 CODES_OF_EXCEPTIONS: dict[type[Exception], str] = {
     redis.exceptions.AuthenticationError: "WRONGPASS",
     redis.exceptions.NoPermissionError: "NOPERM",
@@ -62,6 +72,16 @@ def refused(address: Address, code: str) -> TierError:
     """Return what to raise when the server at ``address`` answers with an error of this code. Pure."""
     remedy = REMEDIES.get(code, "see the server's log")
     return TierError(TIER_TYPE, f"{address} refuses ({_printable(code)}): {remedy}")
+
+
+def words_of(text: str) -> str:
+    """Return what the log may say of a refusal: its code, or as much of its text as holds nothing that was sent. Pure.
+
+    Args:
+        text: of the reply.
+    """
+    known = next((words for words in REPEATED_WORDS if text.startswith(words)), None)
+    return known or _printable(text.partition(" ")[0])
 
 
 def unreachable(address: Address, error: BaseException) -> TierError:

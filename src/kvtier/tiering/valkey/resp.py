@@ -8,7 +8,7 @@ import math
 import re
 import socket
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 from kvtier.tiering.kit.envelope import Buffer
@@ -34,7 +34,8 @@ MIN_ELEMENT_BYTES = 4
 
 CRLF = b"\r\n"
 
-_NUMBER = re.compile(rb"[+-]?[0-9]{1,19}")
+MAX_DIGITS = 19
+_NUMBER = re.compile(rb"[+-]?[0-9]{1,%d}" % MAX_DIGITS)
 """Numbers of the protocol have 64 bits."""
 
 
@@ -165,26 +166,24 @@ class ReplyReader:
 
 def encode(*arguments: bytes) -> bytes:
     """Return the request for a command and its arguments. Pure."""
-    pieces = [b"*%d\r\n" % len(arguments)]
-    pieces += [b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in arguments]
-    return b"".join(pieces)
+    return b"*%d\r\n%b" % (
+        len(arguments),
+        b"".join([b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in arguments]),
+    )
 
 
-def encode_set(name: bytes, header: bytes, row: memoryview, ttl_ms: int | None) -> tuple[Buffer, ...]:
-    """Return the request that stores ``header`` and ``row`` as one value, in pieces; the row is one of them. Pure.
+def encode_set(name: bytes, parts: Iterable[Buffer], num_bytes: int, *options: bytes) -> Iterator[Buffer]:
+    """Yield the request that stores ``parts`` as one value, each of them as it is. Pure.
 
     Args:
         name: under which.
-        header: what stands in front of the row.
-        row: format 'B'.
-        ttl_ms: milliseconds until it expires; None for never.
+        parts: of the value, iterated as they are sent.
+        num_bytes: their length.
+        options: of SET.
     """
-    num_arguments, expiry = 3, b""
-    if ttl_ms is not None:
-        ttl = b"%d" % ttl_ms
-        num_arguments, expiry = 5, b"$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(ttl), ttl)
-    begin = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n" % (num_arguments, len(name), name)
-    return b"%b$%d\r\n%b" % (begin, len(header) + len(row), header), row, CRLF + expiry
+    yield b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (3 + len(options), len(name), name, num_bytes)
+    yield from parts
+    yield CRLF + b"".join(b"$%d\r\n%b\r\n" % (len(option), option) for option in options)
 
 
 def send_all(sock: socket.socket, buffers: Sequence[Buffer], deadline: Deadline | None = None) -> None:
@@ -276,15 +275,9 @@ class _TreeReader:
         if num_bytes < 0:
             return None
         self._take(num_bytes + len(CRLF))
-        # In pieces: what is announced and does not come takes no memory.
-        pieces = []
-        while num_bytes > 0:
-            piece = bytearray(min(num_bytes, SKIP_BYTES))
-            self._reader.read_into(memoryview(piece))
-            pieces.append(piece)
-            num_bytes -= len(piece)
+        value = _read_bytes(self._reader, num_bytes)
         _read_value_end(self._reader)
-        return b"".join(pieces)
+        return value
 
     def _take(self, num_bytes: int) -> None:
         self._num_left -= num_bytes
@@ -295,7 +288,31 @@ class _TreeReader:
         return ProtocolError(f"a reply is longer than {self._max_bytes} bytes")
 
 
-def read_strings(reader: ReplyReader, max_strings: int, max_bytes: int) -> Reply | list[bytes]:
+def read_beginning(reader: ReplyReader, max_bytes: int) -> Reply | bytes | None:
+    """Read one reply whose value may be of any length; return what it begins with, and skip the rest.
+
+    Args:
+        reader: where from.
+        max_bytes: of the value, at most.
+
+    Returns:
+        The bytes, None where there is no value, or a reply that has none.
+
+    Raises:
+        ProtocolError: it is none, or ends too soon.
+    """
+    reply = _read_head(reader)
+    if reply.kind != "$":
+        return reply
+    if reply.number < 0:
+        return None
+    value = _read_bytes(reader, min(reply.number, max_bytes))
+    reader.skip(reply.number - len(value))
+    _read_value_end(reader)
+    return value
+
+
+def read_strings(reader: ReplyReader, max_strings: int, max_bytes: int) -> "Reply | list[Tree]":
     """Read one reply that is an array of values; those that are longer than ``max_bytes`` are skipped.
 
     Args:
@@ -315,7 +332,7 @@ def read_strings(reader: ReplyReader, max_strings: int, max_bytes: int) -> Reply
     length = _parse_number(line[1:])
     if length > max_strings:
         raise ProtocolError(f"an array has more than {max_strings} values")
-    found = []
+    found: list[Tree] = []
     for _ in range(length):
         reply = _read_head(reader)
         if reply.kind != "$" or reply.number < 0:
@@ -355,6 +372,17 @@ def read_value(reader: ReplyReader, header: memoryview, row: memoryview) -> Repl
     return reply
 
 
+def _read_bytes(reader: ReplyReader, num_bytes: int) -> bytes:
+    # In pieces: what is announced and does not come takes no memory.
+    pieces = []
+    while num_bytes > 0:
+        piece = bytearray(min(num_bytes, SKIP_BYTES))
+        reader.read_into(memoryview(piece))
+        pieces.append(piece)
+        num_bytes -= len(piece)
+    return b"".join(pieces)
+
+
 def _send_several(sock: socket.socket, views: Sequence[memoryview]) -> int:
     return sock.sendmsg(views)
 
@@ -380,7 +408,7 @@ def _parse_head(line: bytes) -> Reply:
 
 
 def _parse_number(text: bytes) -> int:
-    if _NUMBER.fullmatch(text) is None:
+    if not (text.isdigit() and len(text) <= MAX_DIGITS) and _NUMBER.fullmatch(text) is None:
         raise ProtocolError("a number was expected")
     return int(text)
 

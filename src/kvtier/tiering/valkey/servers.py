@@ -1,12 +1,15 @@
 """One server: sends it commands as one batch on one connection, and leaves it alone for a moment when it is away.
 
-Without the pause each task of a job would wait once more for a server that hangs.
+Without the pause each task of a job would wait once more for a server that hangs. A request that a server cannot read,
+such as a value longer than it takes, is refused alone: the server closes the connection, and those behind it are sent
+again on another.
 """
 
+import socket
+import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import ClassVar
 
 from kvtier.errors import MissingExtraError, TierError
 from kvtier.tiering.kit.envelope import Buffer
@@ -19,7 +22,14 @@ from kvtier.tiering.valkey.connection import (
     make_command,
 )
 from kvtier.tiering.valkey.endpoint import Address
-from kvtier.tiering.valkey.errors import REMEDIES, TIER_TYPE, HandshakeRefusedError, refused, unreachable
+from kvtier.tiering.valkey.errors import (
+    PROTOCOL_ERROR,
+    REMEDIES,
+    TIER_TYPE,
+    HandshakeRefusedError,
+    refused,
+    unreachable,
+)
 from kvtier.tiering.valkey.resp import (
     Deadline,
     ProtocolError,
@@ -49,6 +59,8 @@ SEND_BYTES = 2**20
 get their headers, and a call with 16 MiB takes an eighth longer than one with 1 MiB; fewer are more calls."""
 
 ASKING = encode(b"ASKING")
+NO_TOUCH = tuple(make_command(b"CLIENT", b"NO-TOUCH", word) for word in (b"ON", b"OFF"))
+"""Between the two a server takes no command for a use of its value, if it is Redis or Valkey 7.2 or later."""
 
 
 class ServerNode:
@@ -76,6 +88,7 @@ class ServerNode:
         end_s: float | None = None,
         *,
         is_asking: bool = False,
+        is_use: bool = True,
         ignores_pause: bool = False,
     ) -> list[ReplyOrError]:
         """Send ``commands`` together and read their replies in order.
@@ -84,6 +97,7 @@ class ServerNode:
             commands: what to send.
             end_s: deadline of the replies, on the node's clock; None: the default deadline.
             is_asking: whether the commands are about names that are just moving to the node.
+            is_use: whether its order of uses may see them.
             ignores_pause: whether to try even a server that is left alone.
 
         Returns:
@@ -99,7 +113,8 @@ class ServerNode:
         replies: list[ReplyOrError] = []
         try:
             deadline = Deadline(self._clock, self._clock() + MAX_EXCHANGE_S if end_s is None else end_s)
-            self._exchange(commands, replies, deadline, is_asking=is_asking)
+            while len(replies) < len(commands):
+                self._exchange(commands, replies, deadline, is_asking=is_asking, is_use=is_use)
         except (RedisError, OSError, ProtocolError, HandshakeRefusedError) as error:
             self.health.begin_pause(f"{self.address} was away a moment ago and is left alone for a second")
             away = unreachable(self.address, error)
@@ -111,22 +126,60 @@ class ServerNode:
         self._connections.close()
 
     def _exchange(
-        self, commands: Sequence[Command], replies: list[ReplyOrError], deadline: Deadline, *, is_asking: bool
+        self,
+        commands: Sequence[Command],
+        replies: list[ReplyOrError],
+        deadline: Deadline,
+        *,
+        is_asking: bool,
+        is_use: bool,
     ) -> None:
+        """Send the commands that have no reply yet, and add their replies up to one that closes the connection."""
+        own = commands[len(replies) :]
+        framed = own if is_use else [NO_TOUCH[0], *own, NO_TOUCH[1]]
+        first = 0 if is_use else 1
         connection = self._connections.take()
+        is_clean = False
         try:
             sock = connection.lend_socket()
-            prefix = (ASKING,) if is_asking else ()
-            for pieces in gather((chain(prefix, command.request) for command in commands), SEND_BYTES):
-                send_all(sock, pieces, deadline)
+            lost = _send(sock, framed, deadline, (ASKING,) if is_asking else ())
             reader = ReplyReader(sock, deadline)
-            for command in commands:
-                if is_asking:
-                    read_reply(reader)
-                replies.append(command.read(reader))
+            try:
+                for index, command in enumerate(framed):
+                    if is_asking:
+                        read_reply(reader)
+                    reply = command.read(reader)
+                    if first <= index < first + len(own):
+                        replies.append(reply)
+                    if reply.kind == "-" and reply.text.startswith(PROTOCOL_ERROR):
+                        return
+            except (OSError, ProtocolError):
+                if lost is not None:
+                    raise lost from None
+                raise
+            is_clean = True
         finally:
             # Replies that were not read would be taken for those of the next batch.
-            self._connections.give_back(connection, is_clean=len(replies) == len(commands))
+            self._connections.give_back(connection, is_clean=is_clean)
+
+
+def _send(
+    sock: socket.socket, commands: Sequence[Command], deadline: Deadline, lead: tuple[bytes, ...]
+) -> OSError | None:
+    """Send commands; return why the connection was lost meanwhile. The server may have said why, which can be read.
+
+    Args:
+        sock: connected.
+        commands: what to send.
+        deadline: of the exchange.
+        lead: what stands before each of them.
+    """
+    try:
+        for pieces in gather((chain(lead, command.request) for command in commands), SEND_BYTES):
+            send_all(sock, pieces, deadline)
+    except (ConnectionError, ssl.SSLError) as error:
+        return error
+    return None
 
 
 def gather(requests: Iterable[Iterable[Buffer]], num_bytes: int) -> Iterator[list[Buffer]]:
@@ -165,28 +218,34 @@ class Servers(ABC):
 
     Args:
         address: where the user said that they are.
-
-    Attributes:
-        has_one_node: whether every name is on one server.
     """
-
-    has_one_node: ClassVar[bool] = False
 
     def __init__(self, address: Address) -> None:
         self.address = address
 
     @abstractmethod
-    def run(self, commands: Sequence[Command], end_s: float | None = None) -> list[ReplyOrError]:
+    def run(
+        self, commands: Sequence[Command], end_s: float | None = None, *, is_use: bool = True
+    ) -> list[ReplyOrError]:
         """Return one reply for each command, in order.
 
         Args:
             commands: what to send.
             end_s: deadline of the replies, on the clock; None: the default deadline.
+            is_use: whether servers that evict by use may see them.
 
         Raises:
             TierError: the server has not answered.
 
         Thread: any; may block for as long as the time-outs say.
+        """
+
+    @abstractmethod
+    def nodes(self) -> list[ServerNode]:
+        """Return the servers that have names.
+
+        Raises:
+            TierError: they are not known.
         """
 
     @abstractmethod
@@ -214,16 +273,19 @@ class SingleServer(Servers):
         clock: seconds, monotonic.
     """
 
-    has_one_node: ClassVar[bool] = True
-
     def __init__(self, settings: ValkeySettings, clock: Callable[[], float]) -> None:
         super().__init__(settings.url.address)
         self._node = ServerNode(settings, settings.url.address, clock)
 
-    def run(self, commands: Sequence[Command], end_s: float | None = None) -> list[ReplyOrError]:
-        replies = self._node.run(commands, end_s)
+    def run(
+        self, commands: Sequence[Command], end_s: float | None = None, *, is_use: bool = True
+    ) -> list[ReplyOrError]:
+        replies = self._node.run(commands, end_s, is_use=is_use)
         raise_if_away(replies)
         return replies
+
+    def nodes(self) -> list[ServerNode]:
+        return [self._node]
 
     def is_fault(self, reply: ReplyOrError) -> bool:
         return True

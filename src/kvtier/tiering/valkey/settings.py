@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvtier.errors import ConfigError
 from kvtier.settings import flag, seconds, seconds_up_to, setting, whole
+from kvtier.tiering.kit.blobs.settings import MAX_THREADS, BlobSettings
 from kvtier.tiering.valkey.endpoint import PASSWORD_VARIABLE, USERNAME_VARIABLE, Endpoint, parse_endpoint
 
 DEFAULT_TTL_S = 86_400.0
@@ -28,8 +29,6 @@ MAX_TIMEOUT_S = 60.0
 DEFAULT_NUM_THREADS = 4
 """Threads that move blocks, each with a connection to each node in use. One leaves the link idle while it checks
 sums; many more wait for the same server, which serves one command at a time."""
-
-MAX_THREADS = 128
 
 
 def parse_url(name: str, value: object) -> Endpoint:
@@ -65,14 +64,15 @@ def parse_ca_file(name: str, value: object) -> str:
     return str(Path(value).expanduser())
 
 
-@dataclass(frozen=True, slots=True)
-class ValkeySettings:
-    """What the user set for the tier; each field says what it is.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValkeySettings(BlobSettings):
+    """What the user set for the tier; each field says what it is. The server has a capacity of its own.
 
     Raises:
         ConfigError: two settings do not fit together, or ``ca_file`` is no file.
     """
 
+    capacity_bytes: None = field(default=None, init=False)
     url: Endpoint = field(
         metadata=setting(
             parse_url,
@@ -118,7 +118,7 @@ class ValkeySettings:
     )
 
     def list_reach(self) -> dict[str, object]:
-        """Return the settings that it takes to reach the server, without its credentials. Pure."""
+        # Without the credentials, which the URL may have.
         host = f"[{self.url.address.host}]" if ":" in self.url.address.host else self.url.address.host
         scheme = "rediss" if self.url.is_tls else "redis"
         database = f"/{self.url.database}" if self.url.database else ""

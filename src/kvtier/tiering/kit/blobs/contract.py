@@ -27,7 +27,7 @@ class PutKind(Enum):
     """How a write ended.
 
     REFUSED: the backend does not take this value, and is well: it is too long, or another writer is at it. FAILED: the
-    backend has failed with it, or did not answer.
+    backend has failed with it, or did not answer. AWAY: the part of the backend that has this name did, others work.
     """
 
     WRITTEN = "written"
@@ -35,6 +35,7 @@ class PutKind(Enum):
     NO_ROOM = "no_room"
     REFUSED = "refused"
     FAILED = "failed"
+    AWAY = "away"
 
 
 class Put(NamedTuple):
@@ -52,12 +53,13 @@ class Put(NamedTuple):
 
 
 class GotKind(Enum):
-    """How a read ended. REFUSED: there is something of that name, and it is no blob."""
+    """How a read ended. REFUSED: there is something of that name, and it is no blob. AWAY: as of a write."""
 
     READ = "read"
     ABSENT = "absent"
     REFUSED = "refused"
     FAILED = "failed"
+    AWAY = "away"
 
 
 class Got(NamedTuple):
@@ -139,14 +141,22 @@ class Listed(NamedTuple):
     """A blob in a listing; sorts by age.
 
     Attributes:
-        used_s: when it was last used, or written where uses leave no trace, seconds since 1970.
+        used_s: when it was last used, or written where uses leave no trace, seconds since 1970; infinity where the
+            backend does not tell.
         name: its name.
-        num_bytes: its length.
+        num_bytes: its length, or what it takes where the backend tells that instead.
     """
 
     used_s: float
     name: str
     num_bytes: int
+
+
+class BlockCount(NamedTuple):
+    """How many blocks there are, or at least; ``is_whole`` when these are all."""
+
+    num_blocks: int
+    is_whole: bool
 
 
 class Lent(NamedTuple):
@@ -261,6 +271,8 @@ class Blobs(ABC):
         renews: whether a use of a blob begins its time to live again.
         fate: what becomes of blocks that no engine uses and no capacity evicts, as the end of "they are not readable
             and".
+        proof: what ``check_writing`` has shown when it passes, as the end of a sentence about the backend.
+        listing_remedy: what lets us list, as the end of "let the user".
     """
 
     names: BlobNames
@@ -270,6 +282,8 @@ class Blobs(ABC):
     expires_itself: bool = False
     renews: bool = False
     fate: str = "stay until the store's own rules remove them"
+    proof: str = "answers and may be read"
+    listing_remedy: str = "list it"
 
     @abstractmethod
     def put_new(self, blobs: Sequence[Blob], end_s: float | None) -> list[Put]:
@@ -312,6 +326,11 @@ class Blobs(ABC):
     def check(self) -> None:
         """Raise a TierError unless the backend is there and lets us in."""
 
+    def check_writing(self) -> bool:
+        """Check the same, and that blobs can be written where that leaves no trace; return whether that was tried."""
+        self.check()
+        return False
+
     def list_all(self, namespace: str | None = None) -> Iterator[Listed]:
         """Yield all blobs, or those of a namespace, a page at a time in memory; foreign ones may be among them."""
         del namespace
@@ -320,6 +339,15 @@ class Blobs(ABC):
     def list_namespaces(self) -> Sequence[str]:
         """Return namespaces that have something here, those first that were written to last, if that is known."""
         return ()
+
+    def count_blocks(self, namespace: str) -> BlockCount | None:
+        """Return how many blocks a namespace has, at a bounded cost; None where that cannot be."""
+        del namespace
+        return None
+
+    def read_capacity_bytes(self) -> int | None:
+        """Return the most that is kept there; None: there is no limit that is known."""
+        return self.settings.capacity_bytes
 
     def put_document(self, namespace: str, document: str) -> Put:
         """Write what describes a namespace to people unless it is there."""

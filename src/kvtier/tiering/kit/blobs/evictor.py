@@ -63,7 +63,7 @@ CLOSE_TIMEOUT_S = 1.0
 class Evictor:
     """Counts what is written and deletes the oldest blobs in a thread of its own, begun by the first store.
 
-    Mutable are two counts, the thread and two flags. ``_changed`` guards them; the backend is called outside it.
+    Mutable are two counts, the thread and three flags. ``_changed`` guards them; the backend is called outside it.
 
     Args:
         tier: type of the tier, for messages.
@@ -97,6 +97,7 @@ class Evictor:
         # Admitted since the last pass began, or under way then; of these, the bytes whose write has ended.
         self._written_bytes = self._ended_bytes = 0
         self._is_pass_due = False
+        self._is_failing = False
         self._is_closed = False
         self._thread: threading.Thread | None = None
         self._pass_s: float | None = None if quotas is None else LOOK_S
@@ -113,6 +114,20 @@ class Evictor:
             if self._thread is None or written_bytes > self._allowance_bytes // 2:
                 self._request_pass()
             return has_room
+
+    def check(self) -> None:
+        """List the beginning of what is there once, where tenants have quotas.
+
+        Raises:
+            TierError: it cannot be listed, so quotas cannot be kept.
+        """
+        if self._quotas is None:
+            return
+        try:
+            next(iter(self._blobs.list_all()), None)
+        except TierError as error:
+            remedy = f"let the user {self._blobs.listing_remedy}, or leave the tier out of quota_bytes"
+            raise TierError(self._tier, f"quota_bytes cannot be kept ({error}): {remedy}") from None
 
     def on_opened(self, namespace: Namespace) -> None:
         """Read the tenants in the names of this namespace from now on, where they are encrypted."""
@@ -174,6 +189,8 @@ class Evictor:
             except Exception as error:  # noqa: BLE001  # thread top
                 # Not its text: the client's quotes requests, and a request may carry a key.
                 self._note_failed(describe_foreign(error))
+            else:
+                self._note_passed()
             if self._quotas is not None and self._quotas.is_bound:
                 pause_s = PAUSE_FACTOR * (time.monotonic() - begun_s)
                 with self._changed:
@@ -192,11 +209,20 @@ class Evictor:
         effect = (
             "quota_bytes cannot be kept" if is_bound else "capacity_bytes cannot be kept, stores are declined"
         )
-        logger.warning("tier %s: %s: %s", self._tier, effect, reason)
+        with self._changed:
+            was_failing, self._is_failing = self._is_failing, True
+        if not was_failing:
+            logger.warning("tier %s: %s for now: %s", self._tier, effect, reason)
         self._counters.add(failed_passes=1)
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed, RETRY_S)
             self._is_pass_due = True
+
+    def _note_passed(self) -> None:
+        with self._changed:
+            was_failing, self._is_failing = self._is_failing, False
+        if was_failing:
+            logger.warning("tier %s: what is there can be listed and deleted again", self._tier)
 
     def _run_pass(self) -> None:
         with self._changed:
@@ -227,9 +253,12 @@ class Evictor:
                 return True
             page = victims[begin : begin + PAGE_BLOBS]
             # One that was over may have been written anew since it was listed.
-            self._blobs.remove(
-                [victim.name for victim in page], {victim.name: victim.used_s for victim in page}
+            removed = frozenset(
+                self._blobs.remove(
+                    [victim.name for victim in page], {victim.name: victim.used_s for victim in page}
+                )
             )
+            page = [victim for victim in page if victim.name in removed]
             if self._quotas is not None:
                 self._quotas.on_removed(page)
             self._counters.add(evicted=len(page), evicted_bytes=sum(victim.num_bytes for victim in page))

@@ -4,6 +4,7 @@ A blob is created once and never written over, so what is read twice and is dama
 the same name in every namespace but for the namespace's own, so its length says whether another namespace has it.
 """
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 
 from kvtier.base import OffloadKey, get_offload_tenant
@@ -20,7 +21,14 @@ from kvtier.tiering.kit.place import (
     PlaceSummary,
     check_value,
 )
-from kvtier.tiering.kit.siblings import SiblingPlace
+from kvtier.tiering.kit.siblings import (
+    UNKNOWN_AMOUNT,
+    Sibling,
+    SiblingPlace,
+    amount_in_words,
+    log_siblings,
+    row_bytes_of,
+)
 
 MAX_WHOLE_BYTES = 64 * 2**20
 """Blobs up to this length are read at once. Longer ones are read by pieces, and no further than their headers say."""
@@ -33,6 +41,9 @@ among these; more are more requests, fewer miss the one that matters where there
 
 MAX_ASKED = 64
 """Missing blocks of a lookup that are asked for in the sibling that holds one. Each may be a request."""
+
+MAX_MEASURED = 8
+"""Namespaces of an older layout whose blocks are counted, once in the life of a tier."""
 
 FIRST_PAUSE_S = 1.0
 """The first pause after a look that found nothing. A look costs a round trip, and some dozen requests."""
@@ -81,7 +92,7 @@ class BlobPlace(Place):
                         parsed.namespace,
                         listed.name,
                         listed.num_bytes,
-                        listed.used_s,
+                        None if listed.used_s == math.inf else listed.used_s,
                         num_blocks=1 if is_block else 0,
                         tenant=None if key is None else get_offload_tenant(key),
                         key=key,
@@ -89,7 +100,7 @@ class BlobPlace(Place):
                     )
 
     def summary(self) -> PlaceSummary:
-        return PlaceSummary(capacity_bytes=self._blobs.settings.capacity_bytes, foreign=self._foreign)
+        return PlaceSummary(capacity_bytes=self._blobs.read_capacity_bytes(), foreign=self._foreign)
 
     def check(self, block: PlaceBlock) -> BlockState:
         if block.name is None:
@@ -122,7 +133,10 @@ class BlobPlace(Place):
         if size.num_bytes > MAX_WHOLE_BYTES:
             return self._check_long(block, name, size.num_bytes)
         found = self._blobs.read_each([address], MAX_WHOLE_BYTES).get(address)
-        return BlockState.GONE if found is None else check_value(found, block.namespace, name, self.opener)
+        if found is None:
+            is_there = address in self._blobs.sizes([address], renews=False)
+            return BlockState.UNREADABLE if is_there else BlockState.GONE
+        return check_value(found, block.namespace, name, self.opener)
 
     def _check_long(self, block: PlaceBlock, name: bytes, num_bytes: int) -> BlockState:
         address = block.address
@@ -151,17 +165,21 @@ class BlobSiblings(SiblingPlace):
     """Namespaces beside the own one. What has no answer in time counts as absent.
 
     Args:
+        tier: type of the tier, for messages.
         blobs: the backend.
         has_capacity: whether the tier evicts; blobs of others go with its own.
     """
 
-    def __init__(self, blobs: Blobs, *, has_capacity: bool) -> None:
+    def __init__(self, tier: str, blobs: Blobs, *, has_capacity: bool) -> None:
         if not has_capacity:
             self.fate = blobs.fate
+        self._tier = tier
         self._blobs = blobs
+        self._own_name = ""
 
     def read_documents(self, own_name: str, max_namespaces: int) -> Sequence[tuple[str, str]]:
         del max_namespaces  # those that differ least are chosen among more
+        self._own_name = own_name
         names = [name for name in self._blobs.list_namespaces() if name != own_name][:MAX_READ_DOCUMENTS]
         documents = {self._blobs.names.document(name): name for name in names}
         found = self._blobs.read_each(list(documents), MAX_DOCUMENT_BYTES) if documents else {}
@@ -175,3 +193,24 @@ class BlobSiblings(SiblingPlace):
     def held_in(self, name: str, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
         asked = {self._blobs.names.block(name, key): key for key in keys[:MAX_ASKED]}
         return [asked[found] for found in self._blobs.sizes(list(asked), renews=False)]
+
+    def note_siblings(self, siblings: Sequence[Sibling]) -> None:
+        # A namespace that was written to has its description, so it is not empty by mistake.
+        if self._blobs.sizes([self._blobs.names.document(self._own_name)], renews=False):
+            return
+        count = self._blobs.count_blocks(siblings[0].name)
+        if count is not None:
+            least = f"{count.num_blocks} or more" if count.num_blocks else "an unknown number of"
+            num_blocks = str(count.num_blocks) if count.is_whole else least
+            log_siblings(self._tier, self._own_name, siblings[0], num_blocks)
+
+    def measure_older(self, documents: Sequence[tuple[str, str]]) -> str:
+        num_bytes, is_whole = 0, len(documents) <= MAX_MEASURED
+        for name, document in documents[:MAX_MEASURED]:
+            count, row_bytes = self._blobs.count_blocks(name), row_bytes_of(document)
+            if count is not None:
+                num_bytes += count.num_blocks * (row_bytes or 0)
+            is_whole = is_whole and count is not None and count.is_whole and row_bytes is not None
+        if not num_bytes:
+            return UNKNOWN_AMOUNT
+        return amount_in_words(num_bytes) if is_whole else f"at least {amount_in_words(num_bytes)}"

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kvtier.base import OffloadKey, get_offload_tenant
+from kvtier.namespace import Namespace
 from kvtier.tiering.kit.blobs.contract import BlobNames, Listed
+from kvtier.tiering.kit.block_format import format_of
 from kvtier.tiering.kit.quota_counts import (
     MAX_VICTIMS,
     Candidate,
@@ -16,8 +18,32 @@ from kvtier.tiering.kit.quota_counts import (
     TenantSums,
     choose_victims,
     plan_shares,
+    take_oldest,
 )
-from kvtier.tiering.kit.quota_keeper import TenantNames
+
+
+class TenantNames:
+    """Tells the tenant in a block's name. Mutable is the namespace, set on the scheduler's thread, read by others.
+
+    Names of encrypted blocks tell it in the engine's own namespace alone.
+    """
+
+    def __init__(self) -> None:
+        self._namespace: Namespace | None = None
+
+    def on_opened(self, namespace: Namespace) -> None:
+        """Read the names of this namespace from now on, where it is encrypted."""
+        self._namespace = namespace
+
+    def key_of(self, namespace_name: str, name: bytes | None) -> OffloadKey | None:
+        """Return the block that is called so; None where its name does not tell."""
+        own = self._namespace
+        if name is None or own is None:
+            return None
+        own_format = format_of(own)
+        if not own_format.is_encrypted:
+            return OffloadKey(name)
+        return own_format.key(name) if namespace_name == own.name else None
 
 
 class Victims(NamedTuple):
@@ -134,13 +160,21 @@ class BlobQuotas:
     ) -> Iterator[Listed]:
         if not shares:
             return
-        candidates = (
-            (number, Candidate(listed.used_s, listed.name, listed.num_bytes, listed))
-            for listed in list_again()
-            if listed.name not in chosen and (number := self._number_of(listed)) is not None
-        )
-        for victims in choose_victims(candidates, shares).values():
-            yield from (victim.item for victim in victims)
+        seen = TenantSums()
+
+        def list_candidates() -> Iterator[tuple[int, Candidate[Listed]]]:
+            for listed in list_again():
+                number = self._number_of(listed)
+                if number is not None:
+                    seen.add(number, 1, listed.num_bytes)
+                    if listed.name not in chosen:
+                        yield number, Candidate(listed.used_s, listed.name, listed.num_bytes, listed)
+
+        for number, victims in choose_victims(list_candidates(), shares).items():
+            # Another engine may have removed some since the shares were computed.
+            gone_bytes = self._found.num_bytes[number] - seen.num_bytes[number]
+            left = take_oldest(victims, shares[number] - max(0, gone_bytes))
+            yield from (victim.item for victim in left)
 
     def _number_of(self, listed: Listed) -> int | None:
         key = self._key_of(listed)

@@ -49,6 +49,7 @@ COUNTS = (
     "damaged",
     "foreign",
     "io_error",
+    "removed",
 )
 CAPACITY_COUNTS = ("evicted", "evicted_bytes", "failed_passes")
 
@@ -58,6 +59,7 @@ COUNT_OF_PUT = {
     PutKind.NO_ROOM: "declined",
     PutKind.REFUSED: "store_errors",
     PutKind.FAILED: "store_errors",
+    PutKind.AWAY: "store_errors",
 }
 
 HELD = frozenset({PutKind.WRITTEN, PutKind.EXISTED})
@@ -70,6 +72,13 @@ refuse, what was written a moment ago; more take memory for blobs that are not s
 REMEMBERED_S = 60.0
 """Seconds for which they are taken to be there still. Longer stores nothing for longer where another has deleted them;
 shorter uploads more of what is there."""
+
+REMEMBERED_RATIO = 0.1
+"""The same as a share of the time to live, which a store that was left out does not renew. More believes in blobs
+that have expired by then; less uploads more where the time to live is short."""
+
+MAX_ASKED = 64
+"""Remembered blobs that are asked for when a description is missing. Fewer may all have been evicted one by one."""
 
 
 class BlobNamespace:
@@ -116,10 +125,12 @@ class RecentBlobs:
 
     Args:
         clock: seconds, monotonic.
+        ttl_s: seconds that blobs live; None: without an end.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], ttl_s: float | None = None) -> None:
         self._clock = clock
+        self._believed_s = REMEMBERED_S if ttl_s is None else min(REMEMBERED_S, REMEMBERED_RATIO * ttl_s)
         self._lock = threading.Lock()
         self._held_s: OrderedDict[str, float] = OrderedDict()
 
@@ -142,7 +153,13 @@ class RecentBlobs:
     def has(self, name: str) -> bool:
         """Return whether a blob was there within the last minute."""
         held_s = self._held_s.get(name)
-        return held_s is not None and self._clock() - held_s < REMEMBERED_S
+        return held_s is not None and self._clock() - held_s < self._believed_s
+
+    def choose(self, num_names: int) -> list[str]:
+        """Return some of those that are remembered, also from before the last minute, of all ages."""
+        with self._lock:
+            names = list(self._held_s)
+        return names[:: max(1, len(names) // num_names)][:num_names]
 
     def clear(self) -> None:
         """Forget all."""
@@ -194,7 +211,7 @@ class BlobStore(BlockStore[BlobNamespace], PageKeeper[BlobNamespace]):
         self._counters = counters
         self._lifetime = lifetime
         self._wall_clock = wall_clock
-        self._recent = RecentBlobs(clock)
+        self._recent = RecentBlobs(clock, blobs.settings.ttl_s)
         self._failures = FailureLog(tier, clock)
         self._last_opened: BlobNamespace | None = None
 
@@ -213,9 +230,12 @@ class BlobStore(BlockStore[BlobNamespace], PageKeeper[BlobNamespace]):
     def check_reachable(self) -> None:
         namespace = self._last_opened
         assert namespace is not None, "a tier opens its namespace when it is built"
-        self._blobs.check()
-        namespace.drop_description()
-        self._describe(namespace)
+        has_written = self._blobs.check_writing()
+        if self._evictor is not None:
+            self._evictor.check()
+        if not has_written:
+            namespace.drop_description()
+            self._describe(namespace)
 
     def contains_batch(self, namespace: BlobNamespace, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         names = self._names_of(namespace, keys)
@@ -246,10 +266,15 @@ class BlobStore(BlockStore[BlobNamespace], PageKeeper[BlobNamespace]):
     def store(
         self, namespace: BlobNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
     ) -> TransferOutcome:
-        self._describe(namespace)
         blocks = list(map(BlockToStore, keys, slots, self._names_of(namespace, keys)))
         todo = [block for block in blocks if not self._recent.has(block.name)]
-        puts = list(zip(todo, self._put(namespace, todo), strict=True))
+        try:
+            self._describe(namespace)
+            puts = list(zip(todo, self._put(namespace, todo), strict=True))
+        except TierError:
+            self._counters.add(store_errors=len(keys))
+            self._recent.clear()  # a server that was away may have lost what it had
+            raise
         # The writer of what existed may have been cut off: what is no whole block is not held.
         unsure = [
             block for block, put in puts if put.kind is PutKind.EXISTED and put.num_bytes != self._block_bytes
@@ -282,21 +307,33 @@ class BlobStore(BlockStore[BlobNamespace], PageKeeper[BlobNamespace]):
                 BlockTarget(name, key, namespace.format, each.header, self._rows.row(slot))
                 for name, key, slot, each in zip(names, keys, slots, lent, strict=True)
             ]
-            found = self._blobs.get_into(targets, self.end_s)
+            try:
+                found = self._blobs.get_into(targets, self.end_s)
+            except TierError:
+                self._counters.add(io_error=len(keys))
+                self._recent.clear()
+                raise
         failures: dict[OffloadKey, TierFailure] = {}
+        away: set[OffloadKey] = set()
         for target, got in zip(targets, found, strict=True):
+            if target.check is HeaderCheck.OK and got.kind is GotKind.READ and got.written_s is None:
+                continue
             failure = self._failure_of(target, got)
             if failure is not None:
                 failures[target.key] = failure
+            if got.kind is GotKind.AWAY:
+                away.add(target.key)
         if failures:
             self._counters.add(**Counter(failure.value for failure in failures.values()))
             self._recent.discard(name for key, name in zip(keys, names, strict=True) if key in failures)
             self.losses.on_damaged([key for key, why in failures.items() if why is TierFailure.DAMAGED])
             self.losses.on_foreign([key for key, why in failures.items() if why is TierFailure.FOREIGN])
         succeeded = [key for key in keys if key not in failures]
+        if not failures:
+            self._recent.add(names[:1])  # one of each call shows later that not everything is gone
         self.losses.on_used(succeeded)
         self._counters.add(hits=len(succeeded), loaded_bytes=len(succeeded) * self._rows.row_bytes)
-        faults = [key for key, failure in failures.items() if failure in FAULTS]
+        faults = [key for key, failure in failures.items() if failure in FAULTS and key not in away]
         return TransferOutcome(succeeded, is_fault=bool(faults), faults=faults)
 
     def restore_description(self, namespace: BlobNamespace) -> bool:
@@ -304,6 +341,9 @@ class BlobStore(BlockStore[BlobNamespace], PageKeeper[BlobNamespace]):
             return False
         put = self._blobs.put_document(namespace.name, namespace.identity.document)
         if put.kind is not PutKind.WRITTEN:
+            return False
+        # It may have been evicted alone: a store that evicts by use sees no use of it.
+        if self._blobs.sizes(self._recent.choose(MAX_ASKED), renews=False):
             return False
         self._recent.clear()
         return True
@@ -426,7 +466,7 @@ class BlobStore(BlockStore[BlobNamespace], PageKeeper[BlobNamespace]):
         if got.kind is GotKind.ABSENT:
             return TierFailure.ABSENT
         if got.kind is not GotKind.READ:
-            return TierFailure.IO_ERROR if got.kind is GotKind.FAILED else TierFailure.FOREIGN
+            return TierFailure.FOREIGN if got.kind is GotKind.REFUSED else TierFailure.IO_ERROR
         if self._is_over(got.written_s):
             self.losses.on_expired([target.key])
             return TierFailure.ABSENT
@@ -449,4 +489,4 @@ class BlobStore(BlockStore[BlobNamespace], PageKeeper[BlobNamespace]):
 
     def _remove(self, names: Sequence[str]) -> None:
         self._recent.discard(names)
-        self._blobs.remove(names)
+        self._counters.add(removed=len(self._blobs.remove(names)))

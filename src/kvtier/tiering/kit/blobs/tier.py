@@ -91,7 +91,7 @@ class BlobTier(ThreadedTier[BlobNamespace]):
         if capacity_bytes is not None:
             self.capacity_blocks = capacity_bytes // block_bytes
         where = name_place(tier, self.place_setting, blobs.settings.list_reach())
-        place = BlobSiblings(blobs, has_capacity=capacity_bytes is not None)
+        place = BlobSiblings(tier, blobs, has_capacity=capacity_bytes is not None)
         siblings = SiblingNamespaces(tier, place, clock, FIRST_PAUSE_S, where=where)
         store = BlobStore(tier, blobs, rows, siblings, evictor, counters, lifetime, clock, wall_clock)
         self._losses, self._siblings = store.losses, siblings
@@ -132,17 +132,21 @@ class BlobTier(ThreadedTier[BlobNamespace]):
         if not blobs.can_list:
             remedy = "cannot say what is in it: its blocks cannot be seen without an engine's keys"
             raise ConfigError("PLACE", blobs.where, remedy)
-        blobs.check()
+        try:
+            blobs.check()
+        except TierError:
+            blobs.close()
+            raise
         return BlobPlace(cls.get_tier_type(), blobs)
 
     @classmethod
     def probe(cls, own: Mapping[str, object]) -> list[TierFinding]:
         try:
             with closing(cls.open_blobs(own, time.monotonic, None)) as blobs:
-                blobs.check()
+                blobs.check_writing()
         except TierError as error:
             return [TierFinding(is_good=False, text=str(error))]
-        return [TierFinding(is_good=True, text=f"{blobs.where} answers and may be read")]
+        return [TierFinding(is_good=True, text=f"{blobs.where} {blobs.proof}")]
 
     def explain(
         self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()

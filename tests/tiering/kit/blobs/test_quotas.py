@@ -1,8 +1,7 @@
 """Tenants beyond their quotas lose their own oldest blocks, whatever engines do at once and wherever one ends."""
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -12,11 +11,15 @@ from tests.tiering.tenant_driver import NAMES, config_of_tenants, count_by_name,
 from kvtier.base import OffloadKey
 from kvtier.errors import TierError
 from kvtier.namespace import make_namespace
+from kvtier.quantities import MAX_BYTES
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import make_config
-from kvtier.tiering.kit.place import Amount, BlockState, Place, PlaceBlock, PlaceNamespace, PlaceSummary
+from kvtier.tiering.kit.backend import Counters
+from kvtier.tiering.kit.blobs import Blob, Blobs, BlobSettings, FolderNames, Got, Listed, Put, Size, Target
+from kvtier.tiering.kit.blobs.evictor import Evictor
+from kvtier.tiering.kit.blobs.quotas import BlobQuotas, TenantNames
+from kvtier.tiering.kit.blobs.store import CAPACITY_COUNTS
 from kvtier.tiering.kit.quota_counts import make_quota_counts
-from kvtier.tiering.kit.quota_keeper import QuotaKeeper, TenantNames
 
 BLOCK_BYTES = 10
 HANG_GUARD_S = 60.0
@@ -29,7 +32,6 @@ class Server:
     def __init__(self) -> None:
         self.used_s: dict[OffloadKey, float] = {}
         self.fails_after: int | None = None
-        self.num_opened = 0
 
     def store(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Keep blocks; return those that were not there."""
@@ -45,42 +47,51 @@ class Server:
                 raise TierError("fake", "the server has ended")
 
 
-class ServerPlace(Place):
-    """The place of such a server."""
+class ServerBlobs(Blobs):
+    """The names on such a server; nothing is read or written."""
 
-    tier: ClassVar[str] = "fake"
+    settings = BlobSettings()
+    where = "fake"
 
     def __init__(self, server: Server) -> None:
-        super().__init__("fake")
+        self.names = FolderNames()
         self._server = server
-        server.num_opened += 1
 
-    def namespaces(self) -> list[PlaceNamespace]:
-        return []
+    def put_new(self, blobs: Sequence[Blob], end_s: float | None) -> list[Put]:
+        raise NotImplementedError
 
-    def blocks(self, namespaces: Collection[str] | None = None) -> Iterator[PlaceBlock]:
+    def get_into(self, targets: Sequence[Target], end_s: float | None) -> list[Got]:
+        raise NotImplementedError
+
+    def sizes(self, names: Sequence[str], *, renews: bool) -> dict[str, Size]:
+        raise NotImplementedError
+
+    def read_each(self, names: Sequence[str], max_bytes: int) -> dict[str, memoryview]:
+        raise NotImplementedError
+
+    def check(self) -> None:
+        raise NotImplementedError
+
+    def list_all(self, namespace: str | None = None) -> Iterator[Listed]:
         self._server.note_call()
         for key, used_s in list(self._server.used_s.items()):
-            yield PlaceBlock(IDENTITY.name, key.hex(), BLOCK_BYTES, used_s, name=key)
+            yield Listed(used_s, self.names.block(IDENTITY.name, key), BLOCK_BYTES)
 
-    def summary(self) -> PlaceSummary:
-        return PlaceSummary()
-
-    def check(self, block: PlaceBlock) -> BlockState:
-        return BlockState.WHOLE
-
-    def remove(self, blocks: Sequence[PlaceBlock], *, unless_changed: bool) -> Amount:
-        removed = Amount()
-        for block in blocks:
-            assert block.name is not None
-            gone = self._server.used_s.pop(OffloadKey(block.name), None)
-            removed = removed.plus(gone is not None, 0 if gone is None else BLOCK_BYTES)
+    def remove(
+        self, names: Sequence[str], unless_used_since: Mapping[str, float] | None = None
+    ) -> Collection[str]:
+        removed = []
+        for name in names:
+            parsed = self.names.parse(name)
+            assert parsed is not None
+            if self._server.used_s.pop(OffloadKey(parsed.block), None) is not None:
+                removed.append(name)
             self._server.note_call()  # the block is gone and was not counted yet
         return removed
 
 
 class Engine:
-    """An engine's keeper, whose passes run when the test says so."""
+    """An engine's evictor, whose passes run when the test says so."""
 
     def __init__(self, server: Server, quotas: dict[str, int | None]) -> None:
         sizes = {name: None if num is None else num * BLOCK_BYTES for name, num in quotas.items()}
@@ -88,15 +99,23 @@ class Engine:
         assert counts is not None
         self.counts = counts
         self._server = server
-        self.keeper = QuotaKeeper("fake", counts, lambda: ServerPlace(server), ManualClock())
-        self.keeper.names.on_opened(IDENTITY)
+        blobs, self.counters = ServerBlobs(server), Counters(*CAPACITY_COUNTS)
+        own = BlobQuotas(counts, blobs.names, is_bound=True)
+        self.evictor = Evictor("fake", blobs, MAX_BYTES, self.counters, quotas=own)
+        self.evictor.on_opened(IDENTITY)
+
+    def run_pass(self) -> None:
+        self.evictor._run_pass()
+
+    def stats(self) -> dict[str, float]:
+        return self.evictor.stats() | self.counters.snapshot()
 
     def store(self, name: str, numbers: Sequence[int]) -> None:
         keys = [key_of_tenant(name, number) for number in numbers]
         self.counts.on_stored(self._server.store(keys), BLOCK_BYTES)
 
     def sums(self) -> dict[str, float]:
-        stats = self.keeper.stats()
+        stats = self.stats()
         return {name: stats[f"tenant_blocks.{name}"] for name in NAMES if stats[f"tenant_blocks.{name}"]}
 
 
@@ -117,10 +136,10 @@ def test_a_tenant_beyond_its_quota_loses_its_own_oldest_blocks() -> None:
     engine.store("carol", range(5))
     engine.store("alice", range(7))
     engine.store("alice", [0])  # used again
-    engine.keeper.run_pass()
+    engine.run_pass()
     assert held(server) == {"alice": 4, "bob": 20, "carol": 5} == engine.sums()
     assert {key_of_tenant("alice", number) for number in (0, 4, 5, 6)} <= server.used_s.keys()
-    assert engine.keeper.stats()["evicted"] == 3
+    assert engine.stats()["evicted"] == 3
 
 
 def test_blocks_of_other_engines_count() -> None:
@@ -130,7 +149,7 @@ def test_blocks_of_other_engines_count() -> None:
     for index, engine in enumerate(engines):
         engine.store("alice", range(4 * index, 4 * index + 4))
         engine.store("bob", [index])
-    engines[0].keeper.run_pass()
+    engines[0].run_pass()
     assert held(server) == {"alice": 4, "bob": 2}
     assert all(key_of_tenant("alice", number) in server.used_s for number in range(8, 12))
 
@@ -144,12 +163,12 @@ def test_what_a_pass_could_not_finish_the_next_one_does() -> None:
     for num_calls in (0, 1, 3, 5):
         server.fails_after = num_calls
         with pytest.raises(TierError, match="has ended"):
-            engine.keeper.run_pass()
+            engine.run_pass()
         assert engine.counts.is_due
     server.fails_after = None
     restarted = Engine(server, quotas)
     for each in (engine, restarted):
-        each.keeper.run_pass()
+        each.run_pass()
         assert held(server) == {"alice": 4, "bob": 3} == each.sums()
         assert not each.counts.is_due
 
@@ -158,27 +177,26 @@ def test_a_place_that_cannot_be_listed_is_refused_with_a_remedy() -> None:
     server = Server()
     server.fails_after = 0
     with pytest.raises(TierError, match=r"quota_bytes cannot be kept \(.*has ended\): let the user list it"):
-        Engine(server, {"alice": 4}).keeper.check()
+        Engine(server, {"alice": 4}).evictor.check()
 
 
 def test_a_thread_of_its_own_keeps_the_quota_and_says_once_when_it_cannot(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.tiering.kit.quota_keeper.RETRY_S", 0.001)
+    monkeypatch.setattr("kvtier.tiering.kit.blobs.evictor.RETRY_S", 0.001)
     server = Server()
     server.fails_after = 0
     engine = Engine(server, {"alice": 4, "bob": None, "carol": None})
-    stats = engine.keeper.stats
+    stats = engine.stats
     new = server.store([key_of_tenant("alice", number) for number in range(9)])
-    engine.keeper.on_stored(new, BLOCK_BYTES)
+    engine.evictor.on_stored(new, BLOCK_BYTES)
     wait_until(lambda: stats()["failed_passes"] >= 3)
     server.fails_after = None
-    wait_until(lambda: engine.keeper.num_passes > 0)
-    engine.keeper.close()
-    assert held(server) == {"alice": 4}
+    wait_until(lambda: held(server) == {"alice": 4} and not engine.counts.is_due)
+    engine.evictor.close()
     lines = [record.getMessage() for record in caplog.records]
     assert sum("cannot be kept for now" in line for line in lines) == 1
-    assert sum("is kept again" in line for line in lines) <= 1
+    assert sum("can be listed and deleted again" in line for line in lines) <= 1
 
 
 def test_names_of_encrypted_blocks_tell_their_tenants_in_the_engines_own_namespace() -> None:
@@ -217,13 +235,13 @@ def test_sums_are_what_is_held_and_tenants_within_their_quotas_lose_nothing(
         elif what == "crash":
             server.fails_after = num
             try:
-                engines[index].keeper.run_pass()
+                engines[index].run_pass()
             except TierError:
                 engines[index] = Engine(server, quotas)
             server.fails_after = None
             require_none_lost_within(quotas, before, held(server))
         elif what == "pass":
-            engines[index].keeper.run_pass()
+            engines[index].run_pass()
             after = held(server)
             require_none_lost_within(quotas, before, after)
             assert engines[index].sums() == after
