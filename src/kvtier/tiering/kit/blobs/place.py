@@ -20,7 +20,7 @@ from kvtier.tiering.kit.place import (
     PlaceSummary,
     check_value,
 )
-from kvtier.tiering.kit.siblings import SiblingPlace
+from kvtier.tiering.kit.siblings import Sibling, SiblingPlace, log_siblings
 
 MAX_WHOLE_BYTES = 64 * 2**20
 """Blobs up to this length are read at once. Longer ones are read by pieces, and no further than their headers say."""
@@ -48,7 +48,8 @@ class BlobPlace(Place):
 
     def __init__(self, tier: str, blobs: Blobs) -> None:
         super().__init__(blobs.where)
-        self.__dict__["tier"] = tier  # other places are of one tier, and have it as a constant of their class
+        # Other places are of one tier, and have these as constants of their class.
+        self.__dict__.update(tier=tier, has_times=blobs.has_times)
         self._blobs = blobs
         self._foreign = Amount()
         self._documents: set[str] = set()
@@ -81,7 +82,7 @@ class BlobPlace(Place):
                         parsed.namespace,
                         listed.name,
                         listed.num_bytes,
-                        listed.used_s,
+                        listed.used_s if self._blobs.has_times else None,
                         num_blocks=1 if is_block else 0,
                         tenant=None if key is None else get_offload_tenant(key),
                         key=key,
@@ -122,7 +123,9 @@ class BlobPlace(Place):
         if size.num_bytes > MAX_WHOLE_BYTES:
             return self._check_long(block, name, size.num_bytes)
         found = self._blobs.read_each([address], MAX_WHOLE_BYTES).get(address)
-        return BlockState.GONE if found is None else check_value(found, block.namespace, name, self.opener)
+        if found is None:
+            return BlockState.UNREADABLE  # or removed meanwhile: the second look finds out
+        return check_value(found, block.namespace, name, self.opener)
 
     def _check_long(self, block: PlaceBlock, name: bytes, num_bytes: int) -> BlockState:
         address = block.address
@@ -151,27 +154,38 @@ class BlobSiblings(SiblingPlace):
     """Namespaces beside the own one. What has no answer in time counts as absent.
 
     Args:
+        tier: type of the tier.
         blobs: the backend.
         has_capacity: whether the tier evicts; blobs of others go with its own.
     """
 
-    def __init__(self, blobs: Blobs, *, has_capacity: bool) -> None:
+    def __init__(self, tier: str, blobs: Blobs, *, has_capacity: bool) -> None:
         if not has_capacity:
             self.fate = blobs.fate
+        self._tier = tier
         self._blobs = blobs
+        self._own_name = ""
+        self._is_described = False
 
     def read_documents(self, own_name: str, max_namespaces: int) -> Sequence[tuple[str, str]]:
         del max_namespaces  # those that differ least are chosen among more
-        names = [name for name in self._blobs.list_namespaces() if name != own_name][:MAX_READ_DOCUMENTS]
+        there = self._blobs.list_namespaces()
+        self._own_name, self._is_described = own_name, own_name in there
+        names = [name for name in there if name != own_name][:MAX_READ_DOCUMENTS]
         documents = {self._blobs.names.document(name): name for name in names}
         found = self._blobs.read_each(list(documents), MAX_DOCUMENT_BYTES) if documents else {}
         return [(documents[name], bytes(text).decode("utf-8", "replace")) for name, text in found.items()]
 
     def held_by(self, names: Sequence[str], keys: Sequence[OffloadKey]) -> str | None:
         asked = {self._blobs.names.block(name, key): name for name in names for key in keys}
-        there = {asked[name] for name in self._blobs.sizes(list(asked), renews=False)}
+        there = {asked[name] for name in self._blobs.find(list(asked), renews=False)}
         return next((name for name in names if name in there), None)
 
     def held_in(self, name: str, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
         asked = {self._blobs.names.block(name, key): key for key in keys[:MAX_ASKED]}
-        return [asked[found] for found in self._blobs.sizes(list(asked), renews=False)]
+        return [asked[found] for found in self._blobs.find(list(asked), renews=False)]
+
+    def note_siblings(self, siblings: Sequence[Sibling]) -> None:
+        # A namespace that has stored blocks is described. Most backends cannot count cheaply what another one has.
+        if not self._is_described:
+            log_siblings(self._tier, self._own_name, siblings[0], "an unknown number of")

@@ -73,7 +73,7 @@ class BlobTier(ThreadedTier[BlobNamespace]):
         counts = make_quota_counts(config, tier, clock)
         capacity_bytes = blobs.settings.capacity_bytes
         require_capacity(blobs.settings, block_bytes)
-        if not blobs.can_list:
+        if not (blobs.can_list and blobs.has_times):
             has_quotas = counts is not None
             require_listing(
                 blobs.settings, expires_itself=blobs.expires_itself, has_quotas=has_quotas, tier=tier
@@ -91,7 +91,7 @@ class BlobTier(ThreadedTier[BlobNamespace]):
         if capacity_bytes is not None:
             self.capacity_blocks = capacity_bytes // block_bytes
         where = name_place(tier, self.place_setting, blobs.settings.list_reach())
-        place = BlobSiblings(blobs, has_capacity=capacity_bytes is not None)
+        place = BlobSiblings(tier, blobs, has_capacity=capacity_bytes is not None)
         siblings = SiblingNamespaces(tier, place, clock, FIRST_PAUSE_S, where=where)
         store = BlobStore(tier, blobs, rows, siblings, evictor, counters, lifetime, clock, wall_clock)
         self._losses, self._siblings = store.losses, siblings
