@@ -34,9 +34,8 @@ from kvtier.cli.demo.storage import open_master
 from kvtier.errors import TierError
 from kvtier.namespace import make_namespace
 from kvtier.tiering.mooncake import MooncakeTier
+from kvtier.tiering.mooncake.blobs import MooncakeNames, plan_task_blocks
 from kvtier.tiering.mooncake.settings import DEFAULT_NUM_THREADS
-from kvtier.tiering.mooncake.store import MooncakeNamespace
-from kvtier.tiering.mooncake.tier import MAX_TASK_BLOCKS, MAX_TASK_BYTES
 
 STDERR = 2
 
@@ -89,7 +88,7 @@ class Floor:
 
     def _each(self, move: Callable[[range], None]) -> None:
         num_blocks, block_bytes = self._flat.shape
-        size = batch_blocks(block_bytes)
+        size = plan_task_blocks(block_bytes)
         batches = [range(begin, min(begin + size, num_blocks)) for begin in range(0, num_blocks, size)]
         for _ in self._pool.map(move, batches):
             pass
@@ -133,8 +132,8 @@ class Tier:
         self._tier.check_reachable()
         self._janitor = join(master, 0)
         self._keys = make_keys(num_blocks, 0)
-        namespace = MooncakeNamespace(make_namespace(config, block_bytes))
-        self._names = [namespace.name_of(key) for key in self._keys]
+        namespace = make_namespace(config, block_bytes).name
+        self._names = [MooncakeNames().block(namespace, key) for key in self._keys]
 
     def run(self) -> Mapping[str, float]:
         """Store and load every block once, and return the rates."""
@@ -168,7 +167,7 @@ def measure(options: Options, place: Place) -> Iterator[Measurement]:
     for block_bytes in QUICK_SIZES_BYTES if options.is_quick else BLOCK_SIZES_BYTES:
         rounds = run_size(block_bytes, place, options.count_rounds(NUM_ROUNDS, NUM_QUICK_ROUNDS))
         for operation, values in rounds.items():
-            together = f"{batch_blocks(block_bytes)} a batch"
+            together = f"{plan_task_blocks(block_bytes)} a batch"
             labels = labels_of("mooncake", operation, block_bytes, DEFAULT_NUM_THREADS, together)
             yield Measurement(labels, "MiB/s", Better.HIGHER, values, Bar(FLOOR, BAR_RATIO))
 
@@ -219,8 +218,3 @@ def join(master: str, segment_bytes: int) -> MooncakeDistributedStore:
 def name_of(number: int) -> str:
     """Return the name of a block of the floors. Pure."""
     return f"floor/{number}"
-
-
-def batch_blocks(block_bytes: int) -> int:
-    """Return how many blocks the tier moves in one call. Pure."""
-    return min(MAX_TASK_BLOCKS, max(1, MAX_TASK_BYTES // block_bytes))
