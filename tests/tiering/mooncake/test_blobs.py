@@ -1,5 +1,6 @@
 """The values of a real store keep the contract of named bytes."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from kvtier.settings import parse_settings
 from kvtier.testing.blobs_suite import NAMESPACE, OTHER_NAMESPACE, VALUE_BYTES, BlobsSuite, value_of
 from kvtier.testing.clock import ManualClock
 from kvtier.tiering.kit.backend import Rows
-from kvtier.tiering.kit.blobs import Blob, BlobKind, PutKind, Target
+from kvtier.tiering.kit.blobs import Blob, BlobKind, Blobs, PutKind, Target
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, Buffer
 from kvtier.tiering.mooncake.blobs import MooncakeBlobs, MooncakeNames
 from kvtier.tiering.mooncake.descriptions import DESCRIPTION_NAMES
@@ -20,15 +21,21 @@ from kvtier.tiering.mooncake.settings import MooncakeSettings
 
 ROW_BYTES = 4096
 LONG_BYTES = 5 * 2**20
+LEASE_MS = 200
+
+
+def wait_briefly(_: float) -> None:
+    """Wait for a part of a lease, in place of a second."""
+    time.sleep(LEASE_MS / 2000)
 
 
 @pytest.mark.servers
 class TestStore(BlobsSuite):
-    """With a provider, and leases that end as soon as they begin."""
+    """With a provider; what is removed waits for the ends of short leases."""
 
     @pytest.fixture(autouse=True)
     def _use_store(self) -> Iterator[None]:
-        self.store = LiveStore(lease_ms=0)
+        self.store = LiveStore(lease_ms=LEASE_MS)
         yield
         self.store.close()
 
@@ -38,7 +45,14 @@ class TestStore(BlobsSuite):
             "admin_port": self.store.admin_port,
             "allow_any_interface": True,
         }
-        return MooncakeBlobs(parse_settings(MooncakeSettings, own), pause=lambda _: None)
+        return MooncakeBlobs(parse_settings(MooncakeSettings, own), pause=wait_briefly, waits_for_leases=True)
+
+    def test_what_is_there_stays_as_it_is(self, blobs: Blobs) -> None:
+        self.put(blobs, 1, num_bytes=VALUE_BYTES - 1)
+        # The library says the same of what it finds and of what it writes.
+        assert self.put(blobs, 1, 2) == [PutKind.WRITTEN] * 2
+        name = self.name(blobs, 1)
+        assert blobs.sizes([name], renews=False)[name].num_bytes == VALUE_BYTES - 1
 
     def test_a_long_value_is_written_and_read_as_a_page_is(self, tmp_path: Path) -> None:
         blobs = self.open(tmp_path)

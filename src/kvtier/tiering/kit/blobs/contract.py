@@ -26,8 +26,9 @@ NAMESPACE_CHARS = 32
 class PutKind(Enum):
     """How a write ended.
 
-    REFUSED: the backend does not take this value, and is well: it is too long, or another writer is at it. FAILED: the
-    backend has failed with it, or did not answer.
+    WRITTEN: also what existed, where the backend does not tell the difference. REFUSED: the backend does not take this
+    value, and is well: it is too long, or another writer is at it. FAILED: the backend has failed with it, or did not
+    answer.
     """
 
     WRITTEN = "written"
