@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -123,7 +124,7 @@ class Tier:
     """
 
     def __init__(self, master: str, rows: memoryview) -> None:
-        num_blocks, block_bytes = np.asarray(rows).shape
+        self._num_blocks, block_bytes = np.asarray(rows).shape
         config = make_config(block_bytes)
         self._num_bytes = rows.nbytes
         self._tier = MooncakeTier(
@@ -131,18 +132,19 @@ class Tier:
         )
         self._tier.check_reachable()
         self._janitor = join(master, 0)
-        self._keys = make_keys(num_blocks, 0)
-        namespace = make_namespace(config, block_bytes).name
-        self._names = [MooncakeNames().block(namespace, key) for key in self._keys]
+        self._namespace = make_namespace(config, block_bytes).name
+        self._generations = count()
 
     def run(self) -> Mapping[str, float]:
-        """Store and load every block once, and return the rates."""
+        """Store and load blocks of this round's own once, and return the rates."""
+        keys = make_keys(self._num_blocks, next(self._generations))
         rates = rates_of(
             self._num_bytes,
-            lambda: move_blocks(self._tier, self._keys, is_promotion=False),
-            lambda: move_blocks(self._tier, self._keys, is_promotion=True),
+            lambda: move_blocks(self._tier, keys, is_promotion=False),
+            lambda: move_blocks(self._tier, keys, is_promotion=True),
         )
-        self._janitor.batch_remove(self._names, True)  # noqa: FBT003  # a positional argument of the library
+        names = [MooncakeNames().block(self._namespace, key) for key in keys]
+        self._janitor.batch_remove(names, True)  # noqa: FBT003  # a positional argument of the library
         return rates
 
     def close(self) -> None:
