@@ -259,7 +259,7 @@ MUTANTS = (
     Mutant(
         "a transfer into Mooncake that failed counts as stored",
         "tiering/mooncake/blobs.py",
-        "    if answer == Code.OK:\n        return Put(PutKind.WRITTEN)",
-        "    if answer in (Code.OK, Code.TRANSFER_FAIL):\n        return Put(PutKind.WRITTEN)",
+        "    if answer == Code.OK:\n        return WRITTEN",
+        "    if answer in (Code.OK, Code.TRANSFER_FAIL):\n        return WRITTEN",
     ),
 )

@@ -58,7 +58,9 @@ class TestStore(BlobsSuite):
         blobs = self.open(tmp_path)
         name = blobs.names.page(NAMESPACE)
         value = value_of(5, LONG_BYTES)
-        assert [put.kind for put in blobs.put_new([Blob(name, [value], LONG_BYTES)], None)] == [PutKind.WRITTEN]
+        assert [put.kind for put in blobs.put_new([Blob(name, [value], LONG_BYTES)], None)] == [
+            PutKind.WRITTEN
+        ]
         assert bytes(blobs.read_each([name], 2**26)[name]) == value
         assert bytes(blobs.read_part(name, LONG_BYTES - 10, 2**20)) == value[-10:]
         blobs.close()
@@ -78,7 +80,9 @@ class TestStore(BlobsSuite):
             blobs.put_new([Blob(name, [value], len(value))], None)
         assert blobs.put_document(OTHER_NAMESPACE, "{}").kind is PutKind.WRITTEN
         assert blobs.list_namespaces() == [OTHER_NAMESPACE]
-        assert blobs.remove([blobs.names.document(OTHER_NAMESPACE)]) == [blobs.names.document(OTHER_NAMESPACE)]
+        assert blobs.remove([blobs.names.document(OTHER_NAMESPACE)]) == [
+            blobs.names.document(OTHER_NAMESPACE)
+        ]
         assert blobs.list_namespaces() == []
         blobs.close()
 

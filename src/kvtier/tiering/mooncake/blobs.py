@@ -68,6 +68,9 @@ MAX_NAMES = 4096
 GONE = frozenset({Code.OK, Code.OBJECT_NOT_FOUND})
 """Answers to a removal after which there is no value."""
 
+WRITTEN = Put(PutKind.WRITTEN)
+DECLINED = Put(PutKind.NO_ROOM)
+
 COUNTS = ("removed_damaged", "lookup_errors", "unknown_answers")
 
 REACHABILITY_NAME = "kvtier/reachable"
@@ -207,15 +210,18 @@ class MooncakeBlobs(Blobs):
 
     def put_new(self, blobs: Sequence[Blob], end_s: float | None) -> list[Put]:
         del end_s  # the library's time-outs bound each call
-        waiting = self._remove_waiting([blob.name for blob in blobs])
-        sent = [blob for blob in blobs if blob.name not in waiting] if waiting else blobs
-        outcomes: dict[str, Put] = dict.fromkeys(waiting, Put(PutKind.NO_ROOM))
-        if sent:
-            lists = self._gather([list(blob.parts) for blob in sent])
-            answers = self._client.put([blob.name for blob in sent], lists)
-            self._note_unknown(answers)
-            outcomes |= {blob.name: _put_of(answer) for blob, answer in zip(sent, answers, strict=True)}
-        return [outcomes[blob.name] for blob in blobs]
+        waiting = self._remove_waiting([blob.name for blob in blobs]) if self._deferred else frozenset()
+        names = [blob.name for blob in blobs if blob.name not in waiting]
+        if not names:
+            return [DECLINED] * len(blobs)
+        lists = self._gather([list(blob.parts) for blob in blobs if blob.name not in waiting])
+        answers = self._client.put(names, lists)
+        self._note_unknown(answers)
+        puts = list(map(_put_of, answers))
+        if not waiting:
+            return puts
+        outcomes = dict(zip(names, puts, strict=True))
+        return [outcomes.get(blob.name, DECLINED) for blob in blobs]
 
     def get_into(self, targets: Sequence[Target], end_s: float | None) -> list[Got]:
         del end_s
@@ -378,15 +384,21 @@ class MooncakeBlobs(Blobs):
                 if not isinstance(piece, memoryview) or piece.readonly:
                     return None
                 address = address_of(piece)
-                if not any(address in memory for memory in self._registered):
+                for memory in self._registered:
+                    if address in memory:
+                        break
+                else:
                     return None
                 addresses.append(address)
             all_addresses.append(addresses)
         return ScatterLists(all_addresses, [list(map(len, pieces)) for pieces in values])
 
     def _land(self, target: Target, answer: int, value: memoryview | None) -> Got:
-        """Return what became of one value, which stands in ``value``, or where the target wants it."""
+        """Return the outcome of one value, which stands in ``value``, or where the target wants it."""
         expected = len(target.header) + len(target.row)
+        if answer == expected and value is None:  # the usual case
+            target.landed(expected)
+            return Got(GotKind.READ, expected)
         # A value whose lease ran out during the transfer may have been written over meanwhile: its envelope knows.
         if answer in (expected, Code.LEASE_EXPIRED):
             is_right = target.landed(expected) if value is None else target.take(value)
@@ -486,7 +498,7 @@ class MooncakeBlobs(Blobs):
 
 def _put_of(answer: int) -> Put:
     if answer == Code.OK:
-        return Put(PutKind.WRITTEN)
+        return WRITTEN
     if answer == Code.OBJECT_ALREADY_EXISTS:
         return Put(PutKind.EXISTED)
     return Put(PutKind.NO_ROOM if answer in NO_ROOM else PutKind.FAILED, name_of(answer))

@@ -71,4 +71,7 @@ def allocate(num_bytes: int) -> memoryview:
 
 def address_of(memory: memoryview) -> int:
     """Return the address of the first byte of ``memory``, which is writable. Pure."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory)) if len(memory) else 0
+    return _addressof(_from_buffer(memory)) if len(memory) else 0
+
+
+_addressof, _from_buffer = ctypes.addressof, ctypes.c_char.from_buffer

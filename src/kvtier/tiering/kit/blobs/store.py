@@ -95,7 +95,7 @@ class BlobNamespace:
         self._due_s = math.inf if is_described else -math.inf
 
     def begin_description(self, now_s: float) -> bool:
-        """Return whether the caller is the one to write the readable description; True once, or once in a while.
+        """Return whether the caller is the one to write the readable description; True once, or again when it is due.
 
         Servers are slow when many create one blob at once, and blocks need not wait for it.
         """
@@ -365,7 +365,7 @@ class BlobStore(BlockStore[BlobNamespace], PageKeeper[BlobNamespace]):
             put = self._blobs.put_document(namespace.name, namespace.identity.document)
             is_there = put.kind in (PutKind.WRITTEN, PutKind.EXISTED)
         finally:
-            # One that is written again in a while is not worth a try with each store until then.
+            # One that is written again later is not worth a try with each store until then.
             if not is_there and self._blobs.describes_again_s is None:
                 namespace.drop_description()
 
