@@ -92,20 +92,18 @@ class RightTarget(Target):
 
     __slots__ = ("is_right",)
 
+    def __init__(self, memory: memoryview, *, is_right: bool) -> None:
+        super().__init__("name", memory[:ENVELOPE_BYTES], memory[ENVELOPE_BYTES:VALUE_BYTES])
+        self.is_right = is_right
+
     def landed(self, num_bytes: int, payload: Buffer | None = None) -> bool:
         return self.is_right
-
-
-def target_in(memory: memoryview, *, is_right: bool) -> RightTarget:
-    target = RightTarget("name", memory[:ENVELOPE_BYTES], memory[ENVELOPE_BYTES:VALUE_BYTES])
-    target.is_right = is_right
-    return target
 
 
 @pytest.mark.parametrize("is_right", [True, False])
 def test_a_value_whose_lease_has_ended_is_a_fault_only_where_its_bytes_are_wrong(*, is_right: bool) -> None:
     blobs = MooncakeBlobs(make_settings(), None, ManualClock(), lambda _: ScriptedStore(Code.LEASE_EXPIRED))
-    (got,) = blobs.get_into([target_in(memoryview(bytearray(VALUE_BYTES)), is_right=is_right)], None)
+    (got,) = blobs.get_into([RightTarget(memoryview(bytearray(VALUE_BYTES)), is_right=is_right)], None)
     assert (got.num_bytes, got.words) == ((VALUE_BYTES, "") if is_right else (0, "LEASE_EXPIRED (-707)"))
 
 

@@ -8,7 +8,7 @@ from kvtier.namespace import make_namespace
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import ROW_BYTES, key_of, make_config
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
-from kvtier.tiering.mooncake.blobs import LEASE_S
+from kvtier.tiering.mooncake.deferred_deletes import LEASE_S
 from kvtier.tiering.mooncake.errors import MASTER_AWAY, Code, name_of
 
 UNKNOWN = -4711

@@ -7,9 +7,7 @@ written until its removal succeeds.
 
 import logging
 import re
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 
@@ -34,6 +32,7 @@ from kvtier.tiering.kit.block_format import BlockName
 from kvtier.tiering.kit.envelope import Buffer
 from kvtier.tiering.kit.purging import Batches, Removed
 from kvtier.tiering.mooncake.client import MooncakeClient, ScatterLists
+from kvtier.tiering.mooncake.deferred_deletes import LEASE_S, DeferredDeletes
 from kvtier.tiering.mooncake.descriptions import (
     DESCRIBE_S,
     DESCRIPTION_BYTES,
@@ -55,15 +54,8 @@ behind a store, and the time limit of a transfer is for all of them."""
 MAX_TASK_BLOCKS = 64
 """The same for very small blocks."""
 
-LEASE_S = 6.0
-"""Seconds after which a lease has ended that nothing renews: 5, unless the master says otherwise. So long after a try
-to remove what is leased comes the next."""
-
 RETRY_S = 1.0
 """Seconds between tries where a caller waits for the end of leases: a purge."""
-
-MAX_NAMES = 4096
-"""Names that wait for their removal. One that is dropped is found damaged again by the next load."""
 
 GONE = frozenset({Code.OK, Code.OBJECT_NOT_FOUND})
 """Answers to a removal after which there is no value."""
@@ -110,58 +102,6 @@ class MooncakeNames(BlobNames):
         if found[2] is None:
             return BlobName(BlobKind.PAGE, found[1])
         return BlobName(BlobKind.BLOCK, found[1], bytes.fromhex(found[2]))
-
-
-class DeferredDeletes:
-    """A bounded set of names, each with the time of its next removal.
-
-    Mutable is the set. ``_lock`` guards it.
-
-    Args:
-        clock: seconds, monotonic.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._due_s: OrderedDict[str, float] = OrderedDict()
-
-    def add(self, names: Iterable[str]) -> None:
-        """Add ``names``; their next removal is due after a lease."""
-        due_s = self._clock() + LEASE_S
-        with self._lock:
-            for name in names:
-                self._due_s[name] = due_s
-                self._due_s.move_to_end(name)
-            while len(self._due_s) > MAX_NAMES:
-                self._due_s.popitem(last=False)
-
-    def discard(self, names: Iterable[str]) -> None:
-        """Forget ``names``."""
-        with self._lock:
-            for name in names:
-                self._due_s.pop(name, None)
-
-    def among(self, names: Collection[str]) -> frozenset[str]:
-        """Return which of ``names`` wait for their removal."""
-        if not self._due_s:  # read without the lock: the usual case, and a late answer costs one lookup
-            return frozenset()
-        with self._lock:
-            return frozenset(name for name in names if name in self._due_s)
-
-    def take_due(self) -> list[str]:
-        """Return the names whose removal is due; until the next try they are not due for other threads."""
-        if not self._due_s:  # as above
-            return []
-        now_s = self._clock()
-        with self._lock:
-            due = [name for name, due_s in self._due_s.items() if due_s <= now_s]
-            for name in due:
-                self._due_s[name] = now_s + LEASE_S
-        return due
-
-    def __len__(self) -> int:
-        return len(self._due_s)
 
 
 class MooncakeBlobs(Blobs):
