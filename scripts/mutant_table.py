@@ -258,8 +258,8 @@ MUTANTS = (
     ),
     Mutant(
         "a transfer into Mooncake that failed counts as stored",
-        "tiering/mooncake/errors.py",
-        "HELD = frozenset({Code.OK, Code.OBJECT_ALREADY_EXISTS})",
-        "HELD = frozenset({Code.OK, Code.OBJECT_ALREADY_EXISTS, Code.TRANSFER_FAIL})",
+        "tiering/mooncake/blobs.py",
+        "    if answer == Code.OK:\n        return WRITTEN",
+        "    if answer in (Code.OK, Code.TRANSFER_FAIL):\n        return WRITTEN",
     ),
 )

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -34,9 +35,8 @@ from kvtier.cli.demo.storage import open_master
 from kvtier.errors import TierError
 from kvtier.namespace import make_namespace
 from kvtier.tiering.mooncake import MooncakeTier
+from kvtier.tiering.mooncake.blobs import MooncakeNames, plan_task_blocks
 from kvtier.tiering.mooncake.settings import DEFAULT_NUM_THREADS
-from kvtier.tiering.mooncake.store import MooncakeNamespace
-from kvtier.tiering.mooncake.tier import MAX_TASK_BLOCKS, MAX_TASK_BYTES
 
 STDERR = 2
 
@@ -89,7 +89,7 @@ class Floor:
 
     def _each(self, move: Callable[[range], None]) -> None:
         num_blocks, block_bytes = self._flat.shape
-        size = batch_blocks(block_bytes)
+        size = plan_task_blocks(block_bytes)
         batches = [range(begin, min(begin + size, num_blocks)) for begin in range(0, num_blocks, size)]
         for _ in self._pool.map(move, batches):
             pass
@@ -124,7 +124,7 @@ class Tier:
     """
 
     def __init__(self, master: str, rows: memoryview) -> None:
-        num_blocks, block_bytes = np.asarray(rows).shape
+        self._num_blocks, block_bytes = np.asarray(rows).shape
         config = make_config(block_bytes)
         self._num_bytes = rows.nbytes
         self._tier = MooncakeTier(
@@ -132,18 +132,19 @@ class Tier:
         )
         self._tier.check_reachable()
         self._janitor = join(master, 0)
-        self._keys = make_keys(num_blocks, 0)
-        namespace = MooncakeNamespace(make_namespace(config, block_bytes))
-        self._names = [namespace.name_of(key) for key in self._keys]
+        self._namespace = make_namespace(config, block_bytes).name
+        self._generations = count()
 
     def run(self) -> Mapping[str, float]:
-        """Store and load every block once, and return the rates."""
+        """Store and load blocks of this round's own once, and return the rates."""
+        keys = make_keys(self._num_blocks, next(self._generations))
         rates = rates_of(
             self._num_bytes,
-            lambda: move_blocks(self._tier, self._keys, is_promotion=False),
-            lambda: move_blocks(self._tier, self._keys, is_promotion=True),
+            lambda: move_blocks(self._tier, keys, is_promotion=False),
+            lambda: move_blocks(self._tier, keys, is_promotion=True),
         )
-        self._janitor.batch_remove(self._names, True)  # noqa: FBT003  # a positional argument of the library
+        names = [MooncakeNames().block(self._namespace, key) for key in keys]
+        self._janitor.batch_remove(names, True)  # noqa: FBT003  # a positional argument of the library
         return rates
 
     def close(self) -> None:
@@ -168,7 +169,7 @@ def measure(options: Options, place: Place) -> Iterator[Measurement]:
     for block_bytes in QUICK_SIZES_BYTES if options.is_quick else BLOCK_SIZES_BYTES:
         rounds = run_size(block_bytes, place, options.count_rounds(NUM_ROUNDS, NUM_QUICK_ROUNDS))
         for operation, values in rounds.items():
-            together = f"{batch_blocks(block_bytes)} a batch"
+            together = f"{plan_task_blocks(block_bytes)} a batch"
             labels = labels_of("mooncake", operation, block_bytes, DEFAULT_NUM_THREADS, together)
             yield Measurement(labels, "MiB/s", Better.HIGHER, values, Bar(FLOOR, BAR_RATIO))
 
@@ -219,8 +220,3 @@ def join(master: str, segment_bytes: int) -> MooncakeDistributedStore:
 def name_of(number: int) -> str:
     """Return the name of a block of the floors. Pure."""
     return f"floor/{number}"
-
-
-def batch_blocks(block_bytes: int) -> int:
-    """Return how many blocks the tier moves in one call. Pure."""
-    return min(MAX_TASK_BLOCKS, max(1, MAX_TASK_BYTES // block_bytes))

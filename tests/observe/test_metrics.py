@@ -26,8 +26,7 @@ pytest.importorskip(
     reason="needs Mooncake's libraries: apt-get install libibverbs1 libnl-3-200 libnl-route-3-200 libnuma1 libcurl4",
 )
 
-from kvtier.tiering.mooncake.store import COUNTS as MOONCAKE_NAMES
-from kvtier.tiering.mooncake.store import MORE_COUNTS as MORE_MOONCAKE_NAMES
+from kvtier.tiering.mooncake.blobs import COUNTS as MOONCAKE_NAMES
 
 BASE_UNITS = ("_seconds", "_bytes", "_tokens", "_blocks", "_ratio", "_jobs", "_requests")
 
@@ -36,7 +35,7 @@ TIER_COUNTS = {
     "slab": SLAB_NAMES,
     "obj": (*COUNTS, *CAPACITY_COUNTS),
     "valkey": (*COUNTS, *CAPACITY_COUNTS),
-    "mooncake": (*MOONCAKE_NAMES, *MORE_MOONCAKE_NAMES, "deferred_deletes"),
+    "mooncake": (*COUNTS, *MOONCAKE_NAMES, "deferred_deletes"),
 }
 """What the tiers count themselves, those included that are tested with servers."""
 

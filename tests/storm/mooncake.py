@@ -149,6 +149,17 @@ class MooncakePlace(ServerPlace):
             begin += length
         return code if code != Code.OK else len(value)
 
+    def get_part(self, name: str, address: int, start: int, length: int) -> int:
+        """Read a part of one value into memory."""
+        value = self.find(name)
+        if value is None:
+            return Code.OBJECT_NOT_FOUND
+        self.leased_until_s[name] = self.weather.clock() + LEASE_S
+        code = self.transfer()
+        if code == Code.OK:
+            ctypes.memmove(address, value[start : start + length], length)
+        return code if code != Code.OK else length
+
     def remove(self, name: str) -> int:
         """Remove one value."""
         if name not in self.values:
@@ -174,6 +185,11 @@ class SimMooncake:
         del address, num_bytes
         return Code.OK
 
+    def unregister_buffer(self, address: int, /) -> int:
+        """Give memory back."""
+        del address
+        return Code.OK
+
     def batch_put_from_multi_buffers(
         self, names: list[str], addresses: list[list[int]], lengths: list[list[int]], config: object, /
     ) -> list[int]:
@@ -192,6 +208,21 @@ class SimMooncake:
             return [code] * len(names)
         pieces = [list(zip(*pair, strict=True)) for pair in zip(addresses, lengths, strict=True)]
         return [self._place.get(name, of_name) for name, of_name in zip(names, pieces, strict=True)]
+
+    def get_into_ranges(
+        self,
+        addresses: list[int],
+        names: list[list[str]],
+        offsets: list[list[list[int]]],
+        starts: list[list[list[int]]],
+        lengths: list[list[list[int]]],
+        /,
+    ) -> list[list[list[int]]]:
+        """Read a part of one value, to the beginning of a buffer."""
+        del offsets
+        if (code := self._place.begin()) != Code.OK:
+            return [[[code]]]
+        return [[[self._place.get_part(names[0][0], addresses[0], starts[0][0][0], lengths[0][0][0])]]]
 
     def batch_is_exist(self, names: list[str], /) -> list[int]:
         """Return which values are there."""

@@ -353,7 +353,9 @@ class RequestRecords(RequestFeature):
             miss = self._manager.explain(key, state.context, keys[block + 1 : block + MAX_BEHIND])
         if miss is None or miss.cause is MissCause.NEVER_SEEN:
             asked = keys[block] if block < len(keys) else None
-            miss = self._recall(state, first_token, asked) or self._describe_unknown(state, miss or NEVER_SEEN)
+            miss = self._recall(state, first_token, asked) or self._describe_unknown(
+                state, miss or NEVER_SEEN
+            )
         if short is None:
             return miss
         detail = {**miss.detail, **short.detail, "cause": miss.cause.value}

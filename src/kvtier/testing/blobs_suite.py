@@ -48,10 +48,11 @@ class PlainTarget(Target):
         self.length = -1
         self.row_then = b""
 
-    def landed(self, num_bytes: int, payload: Buffer | None = None) -> None:
+    def landed(self, num_bytes: int, payload: Buffer | None = None) -> bool:
         self.order.append(self.name)
         self.length = num_bytes
         self.row_then = bytes(self.row if payload is None else payload)
+        return num_bytes == VALUE_BYTES
 
 
 def value_of(number: int, num_bytes: int = VALUE_BYTES) -> bytes:
@@ -144,6 +145,7 @@ class BlobsSuite(ABC):
         assert kinds == [GotKind.READ, GotKind.ABSENT, GotKind.READ]
         names = [self.name(blobs, number) for number in (1, 2, 3)]
         assert blobs.sizes(names, renews=True).keys() == {names[0], names[2]}
+        assert blobs.find(names, renews=True).keys() == {names[0], names[2]}
         assert blobs.read_each(names, 10).keys() == {names[0], names[2]}
 
     @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from kvtier.config import OffloadingConfig
 from kvtier.namespace import make_namespace
 from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, key_of, make_config, make_rows
 from kvtier.tiering.mooncake import MooncakeTier
-from kvtier.tiering.mooncake.store import MooncakeNamespace
+from kvtier.tiering.mooncake.blobs import MooncakeNames
 
 TIMEOUT_S = 1.0
 
@@ -72,8 +72,8 @@ def start_tier(salt: str) -> Iterator[StartTier]:
 @pytest.fixture
 def name_of(salt: str) -> Callable[[int], str]:
     """Return the name under which a block of model-a is kept."""
-    namespace = MooncakeNamespace(make_namespace(salted(make_config("model-a"), salt), ROW_BYTES))
-    return lambda number: namespace.name_of(key_of(number))
+    namespace = make_namespace(salted(make_config("model-a"), salt), ROW_BYTES).name
+    return lambda number: MooncakeNames().block(namespace, key_of(number))
 
 
 @pytest.fixture

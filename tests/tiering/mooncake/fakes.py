@@ -2,7 +2,16 @@
 
 from collections.abc import Callable, Sequence
 
-from kvtier.tiering.mooncake.native import ReplicaOptions
+from kvtier.testing.clock import ManualClock
+from kvtier.testing.tier_suite import make_rows
+from kvtier.tiering.kit.backend import Counters, rows_of
+from kvtier.tiering.kit.blobs import BlobStore
+from kvtier.tiering.kit.blobs.place import BlobSiblings
+from kvtier.tiering.kit.blobs.store import COUNTS
+from kvtier.tiering.kit.siblings import SiblingNamespaces
+from kvtier.tiering.mooncake.blobs import MooncakeBlobs
+from kvtier.tiering.mooncake.native import NativeStore, ReplicaOptions
+from kvtier.tiering.mooncake.settings import MooncakeSettings
 
 
 class ScriptedStore:
@@ -11,10 +20,16 @@ class ScriptedStore:
     Args:
         answer: the number.
         during: called in the middle of each call.
+
+    Attributes:
+        there: what it answers to whether a value is there; None: the same number.
+        asked: the names of all calls.
     """
 
     def __init__(self, answer: int = 0, during: Callable[[], None] = lambda: None) -> None:
         self.answer = answer
+        self.there: int | None = None
+        self.asked: list[str] = []
         self.size = -704
         self.during = during
         self.calls: list[str] = []
@@ -29,6 +44,10 @@ class ScriptedStore:
         self.registered_bytes.append(num_bytes)
         return 0
 
+    def unregister_buffer(self, address: int, /) -> int:
+        """Take note that memory is given back."""
+        return 0
+
     def batch_put_from_multi_buffers(
         self, names: list[str], addresses: object, lengths: object, config: ReplicaOptions, /
     ) -> list[int]:
@@ -41,9 +60,14 @@ class ScriptedStore:
         """Read nothing."""
         return self._answer("get", names)
 
+    def get_into_ranges(self, addresses: object, names: list[list[str]], *_: object) -> list[list[list[int]]]:
+        """Read no part."""
+        return [[self._answer("get part", names[0])]]
+
     def batch_is_exist(self, names: list[str], /) -> list[int]:
         """Look nothing up."""
-        return self._answer("exist", names)
+        answers = self._answer("exist", names)
+        return answers if self.there is None else [self.there] * len(names)
 
     def batch_remove(self, names: list[str], /) -> list[int]:
         """Remove nothing."""
@@ -66,5 +90,20 @@ class ScriptedStore:
 
     def _answer(self, call: str, names: Sequence[str]) -> list[int]:
         self.calls.append(call)
+        self.asked += names
         self.during()
         return [self.answer] * len(names)
+
+
+def make_settings(master: str = "127.0.0.1:1") -> MooncakeSettings:
+    """Return settings of a tier with one thread."""
+    return MooncakeSettings(master=master, timeout_s=1.0, num_threads=1, allow_any_interface=True)
+
+
+def open_store(native: NativeStore, clock: ManualClock) -> BlobStore:
+    """Return what a tier's threads call, over a store that a test has made."""
+    rows = rows_of(make_rows())
+    blobs = MooncakeBlobs(make_settings(), rows, clock, lambda _: native)
+    place = BlobSiblings("mooncake", blobs, has_capacity=False)
+    siblings = SiblingNamespaces("mooncake", place, clock)
+    return BlobStore("mooncake", blobs, rows, siblings, None, Counters(*COUNTS), clock=clock)

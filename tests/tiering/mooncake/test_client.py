@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.ports import free_port
-from tests.tiering.mooncake.fakes import ScriptedStore
+from tests.tiering.mooncake.fakes import ScriptedStore, make_settings
 from tests.tiering.mooncake.live import HANG_GUARD_S, LiveStore
 
 from kvtier.errors import TierError
@@ -13,7 +13,7 @@ from kvtier.testing.clock import ManualClock
 from kvtier.tiering.mooncake.client import PAUSE_S, MooncakeClient, ScatterLists
 from kvtier.tiering.mooncake.errors import MASTER_AWAY, Code
 from kvtier.tiering.mooncake.native import open_native
-from kvtier.tiering.mooncake.settings import MooncakeSettings, Protocol
+from kvtier.tiering.mooncake.settings import MooncakeSettings
 
 pytestmark = pytest.mark.servers
 
@@ -31,9 +31,7 @@ class Rig:
 
     def __init__(self, master: str, *stores: ScriptedStore) -> None:
         self.clock = ManualClock()
-        self.settings = MooncakeSettings(
-            master, 0, 1, "127.0.0.1", Protocol.TCP, 1.0, 1, allow_any_interface=True
-        )
+        self.settings = make_settings(master)
         self._stores = iter(stores)
         self.num_joined = 0
         self.client = MooncakeClient(self.settings, [MEMORY], self.clock, self._open)
@@ -126,11 +124,8 @@ def test_a_hung_master_is_found_out_before_the_library_is_asked() -> None:
     store = LiveStore(num_providers=0)
     store.master.freeze()
     try:
-        settings = MooncakeSettings(
-            store.address, 0, 1, "127.0.0.1", Protocol.TCP, 1.0, 1, allow_any_interface=True
-        )
         with pytest.raises(TierError, match="does not answer"):
-            open_native(settings)
+            open_native(make_settings(store.address))
     finally:
         store.close()
 

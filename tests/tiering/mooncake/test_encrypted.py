@@ -14,6 +14,7 @@ from kvtier.config import OffloadingConfig
 from kvtier.testing.tier_suite import make_config
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.mooncake import MooncakeTier
+from kvtier.tiering.mooncake.blobs import MooncakeNames
 
 pytestmark = pytest.mark.servers
 
@@ -51,8 +52,12 @@ class TestPureClient(EncryptedSuite):
 
     def read_value(self, tier: SecondaryTierManager, key: OffloadKey) -> bytes:
         assert isinstance(tier, MooncakeTier)
-        return self.vandal.get(tier._namespace.name_of(key)) or b""
+        return self.vandal.get(self.name_of(tier, key)) or b""
 
     def write_value(self, tier: SecondaryTierManager, key: OffloadKey, value: bytes) -> None:
         assert isinstance(tier, MooncakeTier)
-        self.vandal.put(tier._namespace.name_of(key), value)
+        self.vandal.put(self.name_of(tier, key), value)
+
+    def name_of(self, tier: MooncakeTier, key: OffloadKey) -> str:
+        namespace = tier._namespace
+        return MooncakeNames().block(namespace.name, namespace.format.name(key))

@@ -37,8 +37,23 @@ def test_listeners_without_authentication_are_opened_on_request_only(changes: di
 
 def test_good_settings_are_typed() -> None:
     assert parse() == MooncakeSettings(
-        "127.0.0.1:50051", 2**30, 2, "127.0.0.1", Protocol.TCP, 1.5, 3, allow_any_interface=True
+        master="127.0.0.1:50051",
+        segment_bytes=2**30,
+        num_replicas=2,
+        local_host="127.0.0.1",
+        protocol=Protocol.TCP,
+        timeout_s=1.5,
+        num_threads=3,
+        allow_any_interface=True,
     )
+
+
+def test_a_command_gets_what_it_takes_to_reach_the_blocks() -> None:
+    assert parse(protocol="rdma").list_reach() == {
+        "master": "127.0.0.1:50051",
+        "protocol": "rdma",
+        "allow_any_interface": True,
+    }
 
 
 @pytest.mark.parametrize("master", ["host.example:1", "10.0.0.5:65535", "[::1]:50051"])
@@ -81,6 +96,7 @@ def test_rdma_is_known() -> None:
         ("num_threads", 0, "at least 1"),
         ("num_threads", 65, "at most 64"),
         ("ttl_s", 60, "drops objects by its own order"),
+        ("capacity_bytes", "1GiB", "the memory that is lent to it"),
     ],
 )
 def test_a_value_that_cannot_work_is_refused_with_a_remedy(setting: str, value: object, remedy: str) -> None:

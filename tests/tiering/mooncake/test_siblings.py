@@ -4,33 +4,22 @@ import ctypes
 import dataclasses
 import json
 import logging
+from contextlib import suppress
 
 import pytest
 from tests.cli.place.conftest import Run, run
 from tests.tiering.mooncake.conftest import StartTier
-from tests.tiering.mooncake.fakes import ScriptedStore
+from tests.tiering.mooncake.fakes import ScriptedStore, open_store
 from tests.tiering.mooncake.live import LiveStore
 
+from kvtier.errors import TierError
 from kvtier.misses import MissCause
 from kvtier.namespace import Namespace, make_namespace
 from kvtier.testing.clock import ManualClock
-from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, key_of, make_config, make_rows
-from kvtier.tiering.kit.backend import rows_of
-from kvtier.tiering.kit.siblings import SiblingNamespaces
-from kvtier.tiering.mooncake.client import MooncakeClient
-from kvtier.tiering.mooncake.descriptions import (
-    DESCRIBE_S,
-    DESCRIPTION_BYTES,
-    DESCRIPTION_NAMES,
-    Describer,
-    DescriptionBuffer,
-    MooncakeSiblings,
-)
+from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, key_of, make_config
+from kvtier.tiering.mooncake.descriptions import DESCRIBE_S, DESCRIPTION_BYTES, DESCRIPTION_NAMES
 from kvtier.tiering.mooncake.errors import Code
-from kvtier.tiering.mooncake.headers import HeaderPool
 from kvtier.tiering.mooncake.native import ReplicaOptions
-from kvtier.tiering.mooncake.settings import MooncakeSettings, Protocol
-from kvtier.tiering.mooncake.store import MooncakeBlockStore
 
 __all__ = ["run"]
 
@@ -94,22 +83,26 @@ class Engine:
         identity: of its namespace.
     """
 
-    def __init__(self, native: DictStore, identity: Namespace) -> None:
+    def __init__(self, native: ScriptedStore, identity: Namespace) -> None:
         self.clock = ManualClock()
         self.identity = identity
-        settings = MooncakeSettings(
-            "127.0.0.1:1", 0, 1, "127.0.0.1", Protocol.TCP, 1.0, 1, allow_any_interface=True
-        )
-        buffers = (DescriptionBuffer(), DescriptionBuffer())
-        client = MooncakeClient(settings, [one.memory for one in buffers], self.clock, lambda _: native)
-        self.describer = Describer(buffers[0], client, self.clock)
-        self.siblings = SiblingNamespaces("mooncake", MooncakeSiblings(buffers[1], client), self.clock)
+        self.store = open_store(native, self.clock)
+        self.namespace = self.store.open_namespace(identity, is_new=False)
+
+    def describe(self) -> None:
+        """Store a block of its own, which describes the namespace when it is due."""
+        self.store.store(self.namespace, [key_of(9)], [0])
 
     def look(self) -> dict[str, str | float] | None:
         """Return what is said of block 1, which is missing."""
-        self.siblings.look_for(self.identity, [key_of(1)])
-        miss = self.siblings.explain(key_of(1))
+        self.store.siblings.look_for(self.identity, [key_of(1)])
+        miss = self.store.siblings.explain(key_of(1))
         return None if miss is None else dict(miss.detail)
+
+
+def described(native: DictStore) -> dict[str, bytes]:
+    """Return the descriptions that are there."""
+    return {name: value for name, value in native.values.items() if name in DESCRIPTION_NAMES}
 
 
 def identity_of(model: str) -> Namespace:
@@ -129,7 +122,7 @@ def test_a_block_of_another_namespace_is_found_with_the_field_that_differs(
     caplog.set_level(logging.INFO)
     native = DictStore()
     hold(native, B)
-    Engine(native, B).describer.describe(B)
+    Engine(native, B).describe()
     assert Engine(native, A).look() == {"namespace": B.name[:8], "model.name": "model-b (here model-a)"}
     (line,) = caplog.messages
     assert line == (
@@ -138,7 +131,7 @@ def test_a_block_of_another_namespace_is_found_with_the_field_that_differs(
     )
     caplog.clear()
     engine = Engine(native, A)
-    engine.describer.describe(A)
+    engine.describe()
     assert engine.look() is not None
     assert not caplog.messages
 
@@ -147,15 +140,15 @@ def test_each_namespace_is_described_once_and_again_when_it_was_evicted() -> Non
     native = DictStore()
     engines = [Engine(native, one) for one in (A, B, A)]
     for engine in engines:
-        engine.describer.describe(engine.identity)
-    assert sorted(native.values) == list(DESCRIPTION_NAMES[:2])
+        engine.describe()
+    assert sorted(described(native)) == list(DESCRIPTION_NAMES[:2])
     native.values.clear()
-    engines[0].describer.describe(A)
-    assert not native.values, "not looked for again at once"
+    engines[0].describe()
+    assert not described(native), "not looked for again at once"
     engines[0].clock.advance(DESCRIBE_S)
-    engines[0].describer.describe(A)
-    assert list(native.values) == [DESCRIPTION_NAMES[0]]
-    assert {len(value) for value in native.values.values()} == {DESCRIPTION_BYTES}
+    engines[0].describe()
+    assert list(described(native)) == [DESCRIPTION_NAMES[0]]
+    assert {len(value) for value in described(native).values()} == {DESCRIPTION_BYTES}
 
 
 def test_a_full_store_makes_room_for_one_after_a_while() -> None:
@@ -164,23 +157,23 @@ def test_a_full_store_makes_room_for_one_after_a_while() -> None:
         native.values[name] = f"{count:032x}\n{{}}".encode().ljust(DESCRIPTION_BYTES)
     before = dict(native.values)
     engine = Engine(native, A)
-    engine.describer.describe(A)
-    assert native.values == before
+    engine.describe()
+    assert described(native) == before
     native.leased = set(DESCRIPTION_NAMES)
     engine.clock.advance(DESCRIBE_S)
-    engine.describer.describe(A)
-    assert native.values == before
+    engine.describe()
+    assert described(native) == before
     native.leased.clear()
     engine.clock.advance(DESCRIBE_S)
-    engine.describer.describe(A)
+    engine.describe()
     assert len([name for name in before if native.values[name] != before[name]]) == 1
 
 
 def test_a_document_that_is_too_long_is_not_described() -> None:
     native = DictStore()
     long = dataclasses.replace(A, document=json.dumps({"layout_version": 1, "x": "a" * DESCRIPTION_BYTES}))
-    Engine(native, long).describer.describe(long)
-    assert not native.values
+    Engine(native, long).describe()
+    assert list(native.values) == [f"{long.name}/{key_of(9).hex()}"]
 
 
 def padded(text: bytes) -> bytes:
@@ -204,37 +197,22 @@ def test_a_hostile_description_costs_its_own_words_only(value: bytes) -> None:
     engine = Engine(native, A)
     assert engine.look() is None
     hold(native, B)
-    Engine(native, B).describer.describe(B)
+    Engine(native, B).describe()
     engine.clock.advance(60.0)
     assert engine.look() is not None
 
 
 @pytest.mark.parametrize("answer", [Code.INTERNAL_ERROR, Code.RPC_FAIL, Code.NO_AVAILABLE_HANDLE, 1])
 def test_a_store_that_answers_nothing_of_use_costs_nothing(answer: int) -> None:
-    native = ScriptedStore(answer)
-    clock = ManualClock()
-    settings = MooncakeSettings(
-        "127.0.0.1:1", 0, 1, "127.0.0.1", Protocol.TCP, 1.0, 1, allow_any_interface=True
-    )
-    rows, headers = rows_of(make_rows()), HeaderPool(1, 16)
-    buffers = (DescriptionBuffer(), DescriptionBuffer())
-    client = MooncakeClient(settings, [one.memory for one in buffers], clock, lambda _: native)
-    store = MooncakeBlockStore(client, rows, headers, clock, buffers)
-    store.siblings.look_for(A, [key_of(1)])
-    assert store.siblings.explain(key_of(1)) is None
-    Describer(buffers[0], client, clock).describe(A)
+    engine = Engine(ScriptedStore(answer), A)
+    assert engine.look() is None
+    with suppress(TierError):
+        engine.describe()
 
 
 def test_after_a_reset_no_description_is_made() -> None:
     native = DictStore()
-    clock = ManualClock()
-    settings = MooncakeSettings(
-        "127.0.0.1:1", 0, 1, "127.0.0.1", Protocol.TCP, 1.0, 1, allow_any_interface=True
-    )
-    rows, headers = rows_of(make_rows()), HeaderPool(1, 16)
-    buffers = (DescriptionBuffer(), DescriptionBuffer())
-    client = MooncakeClient(settings, [rows.flat, headers.memory], clock, lambda _: native)
-    store = MooncakeBlockStore(client, rows, headers, clock, buffers)
+    store = Engine(native, A).store
     store.store(store.open_namespace(A, is_new=True), [key_of(1)], [0])
     assert len(native.values) == 1
     store.store(store.open_namespace(A, is_new=False), [key_of(2)], [0])

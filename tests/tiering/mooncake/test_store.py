@@ -1,20 +1,15 @@
 """Each answer of the store is handled by its name."""
 
 import pytest
-from tests.tiering.mooncake.fakes import ScriptedStore
+from tests.tiering.mooncake.fakes import ScriptedStore, open_store
 
 from kvtier.errors import TierError
 from kvtier.namespace import make_namespace
 from kvtier.testing.clock import ManualClock
-from kvtier.testing.tier_suite import ROW_BYTES, key_of, make_config, make_rows
-from kvtier.tiering.kit.backend import rows_of
+from kvtier.testing.tier_suite import ROW_BYTES, key_of, make_config
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
-from kvtier.tiering.mooncake.client import MooncakeClient
-from kvtier.tiering.mooncake.descriptions import DescriptionBuffer
+from kvtier.tiering.mooncake.deferred_deletes import LEASE_S
 from kvtier.tiering.mooncake.errors import MASTER_AWAY, Code, name_of
-from kvtier.tiering.mooncake.headers import HeaderPool
-from kvtier.tiering.mooncake.settings import MooncakeSettings, Protocol
-from kvtier.tiering.mooncake.store import RETRY_S, MooncakeBlockStore
 
 UNKNOWN = -4711
 VALUE_BYTES = ENVELOPE_BYTES + ROW_BYTES
@@ -31,16 +26,9 @@ class Rig:
     def __init__(self) -> None:
         self.native = ScriptedStore()
         self.clock = ManualClock()
-        settings = MooncakeSettings(
-            "127.0.0.1:1", 0, 1, "127.0.0.1", Protocol.TCP, 1.0, 1, allow_any_interface=True
-        )
-        rows = rows_of(make_rows())
-        headers = HeaderPool(1, 16)
-        descriptions = (DescriptionBuffer(), DescriptionBuffer())
-        memories = (rows.flat, headers.memory, *(one.memory for one in descriptions))
-        client = MooncakeClient(settings, memories, self.clock, lambda _: self.native)
-        self.store = MooncakeBlockStore(client, rows, headers, self.clock, descriptions)
-        self.namespace = self.store.open_namespace(make_namespace(make_config(), ROW_BYTES), is_new=False)
+        self.store = open_store(self.native, self.clock)
+        # That of a reset, which is not described.
+        self.namespace = self.store.open_namespace(make_namespace(make_config(), ROW_BYTES), is_new=True)
         self.keys = [key_of(1), key_of(2)]
 
     def count(self, name: str) -> float:
@@ -56,10 +44,12 @@ def rig() -> Rig:
 
 @pytest.mark.parametrize("code", OTHERS, ids=lambda code: code.name)
 def test_what_a_put_answers_decides_what_became_of_a_block(rig: Rig, code: Code) -> None:
-    rig.native.answer = code
+    rig.native.answer, rig.native.there = code, 1
     moved = rig.store.store(rig.namespace, rig.keys, [0, 1])
     assert list(moved.succeeded) == (rig.keys if code.name in HELD else [])
     assert moved.is_fault == (code.name not in HELD + NO_ROOM)
+    assert rig.count("stored_blocks") == 2 * (code is Code.OK)
+    assert rig.count("existed") == 2 * (code is Code.OBJECT_ALREADY_EXISTS)
     assert rig.count("declined") == 2 * (code.name in NO_ROOM)
     assert rig.count("store_errors") == 2 * (code.name not in HELD + NO_ROOM)
 
@@ -110,7 +100,7 @@ def test_a_damaged_block_that_is_leased_is_not_held_and_removed_later(rig: Rig) 
     rig.native.answer = 1
     assert rig.store.contains_batch(rig.namespace, rig.keys) == []
     rig.native.answer = Code.OK
-    rig.clock.advance(RETRY_S)
+    rig.clock.advance(LEASE_S)
     rig.store.contains_batch(rig.namespace, [key_of(3)])
     assert rig.count("deferred_deletes") == 0
     assert rig.count("removed_damaged") == 2
@@ -120,6 +110,6 @@ def test_a_damaged_block_that_is_leased_is_not_held_and_removed_later(rig: Rig) 
 def test_deferred_deletes_are_not_looked_up_so_that_their_lease_ends(rig: Rig) -> None:
     rig.native.answer = VALUE_BYTES
     rig.store.load(rig.namespace, rig.keys, [0, 1])
-    rig.native.calls.clear()
-    rig.store.contains_batch(rig.namespace, rig.keys)
-    assert rig.native.calls == []
+    rig.native.asked.clear()
+    assert rig.store.contains_batch(rig.namespace, rig.keys) == []
+    assert not [name for name in rig.native.asked if name.startswith(rig.namespace.name)]

@@ -16,7 +16,7 @@ from kvtier.testing.tier_server import TierServer
 from kvtier.testing.tier_suite import TierSuite, make_config
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.mooncake import MooncakeTier
-from kvtier.tiering.mooncake.store import MooncakeNamespace
+from kvtier.tiering.mooncake.blobs import MooncakeNames
 
 pytestmark = pytest.mark.servers
 
@@ -68,9 +68,8 @@ class ServerOfSuite(TierServer):
         return self._vandal
 
     def _name_of(self, config: OffloadingConfig, key: OffloadKey) -> str:
-        return MooncakeNamespace(
-            make_namespace(salted(config, self.salt), config.groups[0].page_size_bytes)
-        ).name_of(key)
+        namespace = make_namespace(salted(config, self.salt), config.groups[0].page_size_bytes)
+        return MooncakeNames().block(namespace.name, key)
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,15 @@ What single names lack stays in the answer.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 
 from kvtier.errors import TierError
 from kvtier.tiering.kit.health import BackendHealth
 from kvtier.tiering.mooncake.errors import MASTER_AWAY, Code, name_of
-from kvtier.tiering.mooncake.headers import address_of
+from kvtier.tiering.mooncake.memory import address_of
 from kvtier.tiering.mooncake.native import (
     TIER_TYPE,
     NativeStore,
@@ -46,12 +48,20 @@ class ScatterLists:
     """Where the bytes of values come from or go to.
 
     Attributes:
-        addresses: of the pieces of each value in their order, in registered memory.
+        addresses: of the pieces of each value in their order, in registered memory or in ``own``.
         lengths: of the same pieces.
+        own: memory of the call's own, which is registered as long as the call lasts; None: there is none.
     """
 
     addresses: list[list[int]]
     lengths: list[list[int]]
+    own: memoryview | None = None
+
+    @classmethod
+    def over(cls, memory: memoryview, lengths: Sequence[int]) -> "ScatterLists":
+        """Return lists for values that stand one after another in memory of the call's own."""
+        ends = list(accumulate(lengths, initial=address_of(memory)))
+        return cls([[begin] for begin in ends[:-1]], [[length] for length in lengths], memory)
 
 
 class MooncakeClient:
@@ -97,13 +107,29 @@ class MooncakeClient:
         """Write a value under each name; one that is there stays as it is. Raises as ``exist``."""
         addresses, lengths = scatter_lists.addresses, scatter_lists.lengths
         return self._call(
-            lambda native: native.batch_put_from_multi_buffers(names, addresses, lengths, self._replicas)
+            lambda native: native.batch_put_from_multi_buffers(names, addresses, lengths, self._replicas),
+            scatter_lists.own,
         )
 
     def get(self, names: list[str], scatter_lists: ScatterLists) -> list[int]:
         """Read each name's value; return its length, or why not. Raises as ``exist``."""
         addresses, lengths = scatter_lists.addresses, scatter_lists.lengths
-        return self._call(lambda native: native.batch_get_into_multi_buffers(names, addresses, lengths))
+        return self._call(
+            lambda native: native.batch_get_into_multi_buffers(names, addresses, lengths), scatter_lists.own
+        )
+
+    def get_part(self, name: str, start: int, memory: memoryview) -> int:
+        """Fill memory of the call's own from byte ``start`` of a value; return its length, or why not.
+
+        Raises as ``exist``.
+        """
+        address, length = address_of(memory), len(memory)
+        return self._call(
+            lambda native: native.get_into_ranges([address], [[name]], [[[0]]], [[[start]]], [[[length]]])[0][
+                0
+            ],
+            memory,
+        )[0]
 
     def remove(self, names: list[str]) -> list[int]:
         """Remove values that are not leased. Raises as ``exist``."""
@@ -128,11 +154,15 @@ class MooncakeClient:
         if session is not None:
             self._retire(session)
 
-    def _call(self, ask: Callable[[NativeStore], list[int]]) -> list[int]:
+    def _call(self, ask: Callable[[NativeStore], list[int]], memory: memoryview | None = None) -> list[int]:
         session = self._enter()
         began_s = self._clock()
         try:
-            answers = ask(session.native)
+            if memory is None:
+                answers = ask(session.native)
+            else:
+                with _registered(session.native, memory):
+                    answers = ask(session.native)
         finally:
             with self._changed:
                 session.num_calls -= 1
@@ -162,7 +192,7 @@ class MooncakeClient:
         """Make sure that the master answers; the caller has set ``_is_joining``."""
         try:
             if session is None:
-                session = _Session(self._register(self._open_store(self._settings)))
+                session = _Session(self._register_all(self._open_store(self._settings)))
             else:
                 knock(self._settings.master, self._settings.timeout_s)
         except TierError as error:
@@ -179,14 +209,13 @@ class MooncakeClient:
                 self._is_joining = False
                 self._changed.notify_all()
 
-    def _register(self, native: NativeStore) -> NativeStore:
-        for memory in self._memories:
-            code = native.register_buffer(address_of(memory), len(memory))
-            if code != Code.OK:
-                native.close()
-                remedy = "with rdma, is the limit of locked memory (ulimit -l) high enough?"
-                failure = f"registering {len(memory)} bytes of memory failed: {name_of(code)}; {remedy}"
-                raise TierError(TIER_TYPE, failure)
+    def _register_all(self, native: NativeStore) -> NativeStore:
+        try:
+            for memory in self._memories:
+                _register(native, memory)
+        except TierError:
+            native.close()
+            raise
         return native
 
     def _pause(self, reason: str) -> TierError:
@@ -209,3 +238,20 @@ class MooncakeClient:
         with self._changed:
             session.is_closed = True
             self._changed.notify_all()
+
+
+def _register(native: NativeStore, memory: memoryview) -> None:
+    code = native.register_buffer(address_of(memory), len(memory))
+    if code != Code.OK:
+        remedy = "with rdma, is the limit of locked memory (ulimit -l) high enough?"
+        failure = f"registering {len(memory)} bytes of memory failed: {name_of(code)}; {remedy}"
+        raise TierError(TIER_TYPE, failure)
+
+
+@contextmanager
+def _registered(native: NativeStore, memory: memoryview) -> Iterator[None]:
+    _register(native, memory)
+    try:
+        yield
+    finally:
+        native.unregister_buffer(address_of(memory))

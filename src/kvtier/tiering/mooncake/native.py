@@ -62,6 +62,9 @@ class NativeStore(Protocol):
     def register_buffer(self, address: int, num_bytes: int, /) -> int:
         """Let transfers come from and go to this memory."""
 
+    def unregister_buffer(self, address: int, /) -> int:
+        """End that, before the memory is given back."""
+
     def batch_put_from_multi_buffers(
         self,
         names: list[str],
@@ -76,6 +79,17 @@ class NativeStore(Protocol):
         self, names: list[str], addresses: list[list[int]], lengths: list[list[int]], /
     ) -> list[int]:
         """Read values, each scattered to several places."""
+
+    def get_into_ranges(
+        self,
+        addresses: list[int],
+        names: list[list[str]],
+        offsets: list[list[list[int]]],
+        starts: list[list[list[int]]],
+        lengths: list[list[list[int]]],
+        /,
+    ) -> list[list[list[int]]]:
+        """Read parts of values: for each buffer, for each name, offsets in the buffer, starts in the value, lengths."""
 
     def batch_is_exist(self, names: list[str], /) -> list[int]:
         """Return 1 for each value that is whole."""

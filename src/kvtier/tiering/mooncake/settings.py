@@ -9,7 +9,10 @@ from enum import Enum
 
 from kvtier.errors import ConfigError
 from kvtier.quantities import parse_bytes
-from kvtier.settings import choice, flag, seconds_up_to, setting, whole
+from kvtier.settings import Parser, choice, flag, seconds_up_to, setting, whole
+from kvtier.tiering.kit.blobs.settings import BlobSettings
+
+SCHEME = "mooncake://"
 
 DEFAULT_LOCAL_HOST = "127.0.0.1"
 """The address at which other processes reach this one. A process that reaches it may read and write registered memory
@@ -42,6 +45,9 @@ MAX_THREADS = 64
 MAX_REPLICAS = 16
 MIN_SEGMENT_BYTES = 16 * 2**20
 """The least that is worth contributing: the store allocates in steps of this size."""
+
+SETTINGS_OF_LENDING = frozenset({"segment_bytes", "num_replicas"})
+"""What an engine that stores sets, and no command needs to reach its blocks."""
 
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
 _HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9a-fA-F:.]+")
@@ -94,18 +100,18 @@ def parse_segment(name: str, value: object) -> int:
     return segment_bytes
 
 
-def refuse_ttl(name: str, value: object) -> None:
-    """Refuse a time to live: a Mooncake store gives an object none, and its leases and soft pins keep none out.
+def refuse(reason: str) -> Parser:
+    """Return a parser that refuses every value of a setting that cannot be kept; no value means none."""
 
-    Raises:
-        ConfigError: always; no value means none.
-    """
-    remedy = "cannot be kept: a Mooncake store drops objects by its own order alone; leave it out, or use another tier"
-    raise ConfigError(name, value, remedy, max_value_chars=80)
+    def parse(name: str, value: object) -> None:
+        remedy = f"cannot be kept: {reason}; leave it out, or use another tier"
+        raise ConfigError(name, value, remedy, max_value_chars=80)
+
+    return parse
 
 
-@dataclass(frozen=True, slots=True)
-class MooncakeSettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MooncakeSettings(BlobSettings):
     """What the user set for the tier; each field says what it is.
 
     Raises:
@@ -156,10 +162,19 @@ class MooncakeSettings:
             unit=f"1 to {MAX_THREADS}",
         ),
     )
+    capacity_bytes: None = field(
+        default=None,
+        metadata=setting(
+            refuse("a Mooncake store has the memory that is lent to it, for all who use it"),
+            "refused: the store takes what is lent to it, and drops blocks by its own order",
+            default_text="none",
+        ),
+    )
     ttl_s: None = field(
         default=None,
         metadata=setting(
-            refuse_ttl,
+            # Leases and soft pins keep an object in, none out.
+            refuse("a Mooncake store drops objects by its own order alone"),
             "refused: the store has no time to live ([retention](tenants.md#how-long-blocks-live))",
             default_text="none",
         ),
@@ -184,3 +199,7 @@ class MooncakeSettings:
     def __post_init__(self) -> None:
         if not self.allow_any_interface:
             raise ConfigError("allow_any_interface", self.allow_any_interface, LISTENERS)
+
+    def list_reach(self) -> dict[str, object]:
+        reach = BlobSettings.list_reach(self)
+        return {name: value for name, value in reach.items() if name not in SETTINGS_OF_LENDING}

@@ -32,6 +32,7 @@ from kvtier.tiering.kit.blobs import (
 from kvtier.tiering.kit.blobs.store import REMEMBERED_S
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
 from kvtier.tiering.kit.health import SAID_S
+from kvtier.tiering.kit.place import BlockState
 
 HANG_GUARD_S = 60.0
 BLOCK_BYTES = ENVELOPE_BYTES + ROW_BYTES
@@ -51,6 +52,8 @@ class Shelf(Blobs):
         self.sent: list[str] = []
         self.is_away = False
         self.cannot_remove = False
+        self.cannot_read = False
+        self.namespaces: list[str] = []
         self.now_s = NOW_S
 
     def name_of(self, number: int) -> str:
@@ -72,7 +75,8 @@ class Shelf(Blobs):
         return {name: Size(len(value), written_s) for name, (value, written_s) in found.items()}
 
     def read_each(self, names: Sequence[str], max_bytes: int) -> dict[str, memoryview]:
-        return {name: memoryview(self.values[name][0])[:max_bytes] for name in names if name in self.values}
+        there = () if self.cannot_read else [name for name in names if name in self.values]
+        return {name: memoryview(self.values[name][0])[:max_bytes] for name in there}
 
     def remove(
         self, names: Sequence[str], unless_used_since: Mapping[str, float] | None = None
@@ -86,6 +90,9 @@ class Shelf(Blobs):
     def list_all(self, namespace: str | None = None) -> Iterator[Listed]:
         for name, (value, written_s) in list(self.values.items()):
             yield Listed(written_s, name, len(value))
+
+    def list_namespaces(self) -> Sequence[str]:
+        return self.namespaces
 
     def check(self) -> None:
         self._require_here()
@@ -345,6 +352,110 @@ def test_a_document_that_is_locked_is_no_sign_of_lost_data(
     clock.advance(3600.0)
     assert not driver.load([2]).success
     assert not lines_of(caplog)
+
+
+class ForgetfulShelf(Shelf):
+    """Tells no lengths in lookups and no times in listings, and may drop a document before its blocks."""
+
+    has_times = False
+    describes_again_s = 600.0
+
+    def find(self, names: Sequence[str], *, renews: bool) -> dict[str, Size | None]:
+        self._require_here()
+        return {name: None for name in names if name in self.values}
+
+    def stats(self) -> dict[str, float]:
+        return {"values": len(self.values)}
+
+    def documents(self) -> list[str]:
+        """Return the names of the documents that are there."""
+        return [name for name in self.values if name.endswith("namespace.json")]
+
+
+def test_a_blob_without_a_length_is_held_until_it_is_read(start: Start) -> None:
+    shelf = ShelfTier.shelf = ForgetfulShelf()
+    driver = start()
+    assert driver.store([1, 2]).success
+    shelf.values[shelf.name_of(2)] = b"cut", NOW_S
+    assert driver.lookup(2)
+    assert driver.load_right([1, 2]) == {1}
+    assert not driver.lookup(2)
+
+
+def test_a_backend_has_counts_of_its_own(start: Start) -> None:
+    ShelfTier.shelf = ForgetfulShelf()
+    driver = start()
+    assert driver.store([1]).success
+    stats = driver.tier.stats()
+    assert (stats["values"], stats["stored_blocks"]) == (2, 1)
+
+
+def test_a_document_that_may_be_dropped_is_written_again_with_a_later_store_and_says_nothing_of_blocks(
+    start: Start, clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    shelf = ShelfTier.shelf = ForgetfulShelf()
+    driver = start()
+    driver.tier.check_reachable()
+    assert not shelf.documents(), "none before the first blocks"
+    assert driver.store([1]).success
+    (document,) = shelf.documents()
+    del shelf.values[document]
+    assert driver.store([2]).success
+    clock.advance(shelf.describes_again_s)
+    assert not driver.load([9]).success
+    assert not shelf.documents()
+    assert driver.store([3]).success
+    assert shelf.documents() == [document]
+    assert not driver.tier.drain_emptied()
+    assert not lines_of(caplog)
+
+
+def test_where_a_document_may_be_dropped_the_namespace_of_a_reset_has_none(start: Start) -> None:
+    shelf = ShelfTier.shelf = ForgetfulShelf()
+    driver = start()
+    driver.tier.reset(b"e" * 16)
+    assert driver.store([1]).success
+    assert not shelf.documents()
+
+
+def test_a_listing_without_times_serves_inspection_and_nothing_that_goes_by_age(start: Start) -> None:
+    ShelfTier.shelf = ForgetfulShelf()
+    driver = start()
+    assert driver.store([1]).success
+    place = ShelfTier.open_place({})
+    assert not place.has_times
+    assert [block.used_s for block in place.blocks()] == [None]
+    with pytest.raises(ConfigError, match="capacity_bytes"):
+        start(capacity_bytes=2**30)
+
+
+def test_a_blob_that_has_a_length_and_cannot_be_read_is_unreadable_and_gone_when_it_is_gone(
+    start: Start, shelf: Shelf
+) -> None:
+    assert start().store([1]).success
+    place = ShelfTier.open_place({})
+    (block,) = place.blocks()
+    shelf.cannot_read = True
+    assert place.check(block) is BlockState.UNREADABLE
+    shelf.values.clear()
+    assert place.check(block) is BlockState.GONE
+
+
+def test_an_empty_namespace_beside_another_is_said_once(
+    start: Start, shelf: Shelf, clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    other = "f" * 32
+    shelf.values[shelf.names.document(other)] = b'{"layout_version": 2}', NOW_S
+    shelf.namespaces = [other]
+    driver = start()
+    for _ in range(3):
+        assert not driver.load([1]).success
+        assert not driver.lookup(2)
+        clock.advance(120.0)
+    said = [line for line in caplog.messages if "holds nothing here" in line]
+    assert len(said) == 1
+    assert "ffffffff has an unknown number of blocks" in said[0]
 
 
 class LendingShelf(Shelf):

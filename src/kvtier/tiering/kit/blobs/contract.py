@@ -26,8 +26,9 @@ NAMESPACE_CHARS = 32
 class PutKind(Enum):
     """How a write ended.
 
-    REFUSED: the backend does not take this value, and is well: it is too long, or another writer is at it. FAILED: the
-    backend has failed with it, or did not answer. AWAY: the part of the backend that has this name did, others work.
+    WRITTEN: also what existed, where the backend does not tell the difference. REFUSED: the backend does not take this
+    value, and is well: it is too long, or another writer is at it. FAILED: the backend has failed with it, or did not
+    answer. AWAY: the part of the backend that has this name did, others work.
     """
 
     WRITTEN = "written"
@@ -107,8 +108,8 @@ class Target(ABC):
     def __init__(self, name: str, header: memoryview, row: memoryview) -> None:
         self.name, self.header, self.row = name, header, row
 
-    def take(self, value: memoryview, num_bytes: int | None = None) -> None:
-        """Take a blob that stands in memory of the client's, and check it as ``landed`` does.
+    def take(self, value: memoryview, num_bytes: int | None = None) -> bool:
+        """Take a blob that stands in memory of the client's, and check it as ``landed`` does; return the same.
 
         Args:
             value: all of it, or its first 128 bytes where it is of another length than header and row together.
@@ -116,11 +117,11 @@ class Target(ABC):
         """
         head = value[:ENVELOPE_BYTES]
         self.header[: len(head)] = head
-        self.landed(len(value) if num_bytes is None else num_bytes, value[ENVELOPE_BYTES:])
+        return self.landed(len(value) if num_bytes is None else num_bytes, value[ENVELOPE_BYTES:])
 
     @abstractmethod
-    def landed(self, num_bytes: int, payload: Buffer | None = None) -> None:
-        """Check what was read, and decrypt it; call it before the next blob is read.
+    def landed(self, num_bytes: int, payload: Buffer | None = None) -> bool:
+        """Check what was read, and decrypt it; call it before the next blob is read. Return whether it is right.
 
         Args:
             num_bytes: length of the whole blob. Where it is not that of header and row together, nothing stands in the
@@ -267,8 +268,13 @@ class Blobs(ABC):
         where: the backend, for messages.
         can_list: whether it can say what is in it. Where it cannot, a capacity, quotas, a time to live that the backend
             does not keep itself, and inspection without an engine are refused.
+        has_times: whether a listing says when blobs were used or written. Where not, ``used_s`` of what is listed means
+            nothing, and the same is refused but for the inspection.
         expires_itself: whether it keeps ``ttl_s`` itself.
         renews: whether a use of a blob begins its time to live again.
+        describes_again_s: seconds after which an engine that stores writes its namespace's document again, in a backend
+            that may drop it before the blocks. There a lost document says nothing of them, and the namespace of a reset
+            has none, so that it takes no other's room. None: a document stays as long as its blocks.
         fate: what becomes of blocks that no engine uses and no capacity evicts, as the end of "they are not readable
             and".
         proof: what ``check_writing`` has shown when it passes, as the end of a sentence about the backend.
@@ -279,8 +285,10 @@ class Blobs(ABC):
     settings: BlobSettings
     where: str
     can_list: bool = True
+    has_times: bool = True
     expires_itself: bool = False
     renews: bool = False
+    describes_again_s: float | None = None
     fate: str = "stay until the store's own rules remove them"
     proof: str = "answers and may be read"
     listing_remedy: str = "list it"
@@ -306,6 +314,13 @@ class Blobs(ABC):
             names: to look for.
             renews: whether this is a use.
         """
+
+    def find(self, names: Sequence[str], *, renews: bool) -> Mapping[str, Size | None]:
+        """Return which of some names exist, with what ``sizes`` says of them, or None where that takes more calls.
+
+        A blob without a length counts as whole until it is read. Arguments as of ``sizes``.
+        """
+        return self.sizes(names, renews=renews)
 
     @abstractmethod
     def read_each(self, names: Sequence[str], max_bytes: int) -> Mapping[str, memoryview]:
@@ -395,6 +410,10 @@ class Blobs(ABC):
         """
         del has_scratch
         return nullcontext([Lent(memoryview(bytearray(ENVELOPE_BYTES))) for _ in range(num_blocks)])
+
+    def stats(self) -> dict[str, float]:
+        """Return counts and gauges of the backend's own by name."""
+        return {}
 
     def close(self) -> None:
         """Close connections; called once, when no thread uses the backend any more."""

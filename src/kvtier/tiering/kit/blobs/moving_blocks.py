@@ -53,15 +53,16 @@ class BlockTarget(Target):
         self.format = block_format
         self.check = HeaderCheck.DAMAGED
 
-    def landed(self, num_bytes: int, payload: Buffer | None = None) -> None:
+    def landed(self, num_bytes: int, payload: Buffer | None = None) -> bool:
         if num_bytes != ENVELOPE_BYTES + len(self.row):
             self.check = check_header(self.header, num_bytes)
-            return
+            return False
         own = self.row if payload is None else payload
         self.check = self.format.open(self.header, own, self.key, self.row)
         if self.check is HeaderCheck.OK and payload is not None and not self.format.is_encrypted:
             # numpy, because it lets other threads run while it copies.
             np.copyto(np.frombuffer(self.row, np.uint8), np.frombuffer(payload, np.uint8))
+        return self.check is HeaderCheck.OK
 
 
 def check_header(header: Buffer, num_bytes: int) -> HeaderCheck:

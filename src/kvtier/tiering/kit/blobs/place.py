@@ -59,7 +59,8 @@ class BlobPlace(Place):
 
     def __init__(self, tier: str, blobs: Blobs) -> None:
         super().__init__(blobs.where)
-        self.__dict__["tier"] = tier  # other places are of one tier, and have it as a constant of their class
+        # Other places are of one tier, and have these as constants of their class.
+        self.__dict__.update(tier=tier, has_times=blobs.has_times)
         self._blobs = blobs
         self._foreign = Amount()
         self._documents: set[str] = set()
@@ -92,7 +93,7 @@ class BlobPlace(Place):
                         parsed.namespace,
                         listed.name,
                         listed.num_bytes,
-                        None if listed.used_s == math.inf else listed.used_s,
+                        listed.used_s if self._blobs.has_times and listed.used_s != math.inf else None,
                         num_blocks=1 if is_block else 0,
                         tenant=None if key is None else get_offload_tenant(key),
                         key=key,
@@ -134,8 +135,7 @@ class BlobPlace(Place):
             return self._check_long(block, name, size.num_bytes)
         found = self._blobs.read_each([address], MAX_WHOLE_BYTES).get(address)
         if found is None:
-            is_there = address in self._blobs.sizes([address], renews=False)
-            return BlockState.UNREADABLE if is_there else BlockState.GONE
+            return BlockState.UNREADABLE  # or removed meanwhile: the second look finds out
         return check_value(found, block.namespace, name, self.opener)
 
     def _check_long(self, block: PlaceBlock, name: bytes, num_bytes: int) -> BlockState:
@@ -187,22 +187,23 @@ class BlobSiblings(SiblingPlace):
 
     def held_by(self, names: Sequence[str], keys: Sequence[OffloadKey]) -> str | None:
         asked = {self._blobs.names.block(name, key): name for name in names for key in keys}
-        there = {asked[name] for name in self._blobs.sizes(list(asked), renews=False)}
+        there = {asked[name] for name in self._blobs.find(list(asked), renews=False)}
         return next((name for name in names if name in there), None)
 
     def held_in(self, name: str, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
         asked = {self._blobs.names.block(name, key): key for key in keys[:MAX_ASKED]}
-        return [asked[found] for found in self._blobs.sizes(list(asked), renews=False)]
+        return [asked[found] for found in self._blobs.find(list(asked), renews=False)]
 
     def note_siblings(self, siblings: Sequence[Sibling]) -> None:
         # A namespace that was written to has its description, so it is not empty by mistake.
-        if self._blobs.sizes([self._blobs.names.document(self._own_name)], renews=False):
+        own = self._blobs.names.document(self._own_name)
+        if own in self._blobs.read_each([own], MAX_DOCUMENT_BYTES):
             return
         count = self._blobs.count_blocks(siblings[0].name)
-        if count is not None:
-            least = f"{count.num_blocks} or more" if count.num_blocks else "an unknown number of"
-            num_blocks = str(count.num_blocks) if count.is_whole else least
-            log_siblings(self._tier, self._own_name, siblings[0], num_blocks)
+        num_blocks = "an unknown number of"
+        if count is not None and (count.is_whole or count.num_blocks):
+            num_blocks = str(count.num_blocks) if count.is_whole else f"{count.num_blocks} or more"
+        log_siblings(self._tier, self._own_name, siblings[0], num_blocks)
 
     def measure_older(self, documents: Sequence[tuple[str, str]]) -> str:
         num_bytes, is_whole = 0, len(documents) <= MAX_MEASURED

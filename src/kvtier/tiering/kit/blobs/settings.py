@@ -1,6 +1,7 @@
 """The settings of every tier over named bytes; a tier's own dataclass inherits them and says where its server is."""
 
 from dataclasses import MISSING, dataclass, field, fields
+from enum import Enum
 
 from kvtier.errors import ConfigError
 from kvtier.settings import seconds, setting, settings_of, size_bytes, whole
@@ -66,10 +67,11 @@ class BlobSettings:
         """Return the settings that it takes to reach the blobs, without those that have their default. Pure."""
         defaults = {one.name: one.default for one in fields(self)}
         common = {one.name for one in fields(BlobSettings)}
+        values = {name: getattr(self, name) for name in settings_of(type(self)) if name not in common}
         return {
-            name: getattr(self, name)
-            for name in settings_of(type(self))
-            if name not in common and (defaults[name] is MISSING or getattr(self, name) != defaults[name])
+            name: value.value if isinstance(value, Enum) else value
+            for name, value in values.items()
+            if defaults[name] is MISSING or value != defaults[name]
         }
 
 

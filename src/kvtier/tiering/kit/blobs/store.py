@@ -7,6 +7,7 @@ that answers for none fails the call.
 
 import copy
 import logging
+import math
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -84,38 +85,45 @@ MAX_ASKED = 64
 class BlobNamespace:
     """What a job needs to know of the namespace it was submitted in; a reset opens another one.
 
-    Mutable is whether the description is being written or there. ``_lock`` guards it.
+    Mutable is when the description is due. ``_lock`` guards it.
 
     Args:
         identity: what makes its blocks its own: model, layout, epoch.
+        again_s: seconds from one description to the next; None: one is enough.
+        is_described: whether none is to be written.
     """
 
-    def __init__(self, identity: Namespace) -> None:
+    def __init__(
+        self, identity: Namespace, again_s: float | None = None, *, is_described: bool = False
+    ) -> None:
         self.identity = identity
         self.name = identity.name
         self.format = format_of(identity)
         self._lock = threading.Lock()
-        self._is_described = False
+        self._again_s = math.inf if again_s is None else again_s
+        self._due_s = math.inf if is_described else -math.inf
 
-    def begin_description(self) -> bool:
-        """Return whether the caller is the one to write the readable description; True once.
+    def begin_description(self, now_s: float) -> bool:
+        """Return whether the caller is the one to write the readable description; True once, or again when it is due.
 
         Servers are slow when many create one blob at once, and blocks need not wait for it.
         """
         with self._lock:
-            is_first, self._is_described = not self._is_described, True
-            return is_first
+            is_due = self._due_s <= now_s
+            if is_due:
+                self._due_s = now_s + self._again_s
+            return is_due
 
     @property
     def is_described(self) -> bool:
         """Whether the readable description has been written, or is about to be."""
         with self._lock:
-            return self._is_described
+            return self._due_s > -math.inf
 
     def drop_description(self) -> None:
         """Leave the description to the next one, as it could not be written."""
         with self._lock:
-            self._is_described = False
+            self._due_s = -math.inf
 
 
 class RecentBlobs:
@@ -210,14 +218,16 @@ class BlobStore(BlockStore[BlobNamespace], PageKeeper[BlobNamespace]):
         self._evictor = evictor
         self._counters = counters
         self._lifetime = lifetime
+        self._clock = clock
         self._wall_clock = wall_clock
         self._recent = RecentBlobs(clock, blobs.settings.ttl_s)
         self._failures = FailureLog(tier, clock)
         self._last_opened: BlobNamespace | None = None
 
     def open_namespace(self, identity: Namespace, *, is_new: bool) -> BlobNamespace:
-        del is_new
-        self._last_opened = BlobNamespace(identity)
+        again_s = self._blobs.describes_again_s
+        is_described = is_new and again_s is not None
+        self._last_opened = BlobNamespace(identity, again_s, is_described=is_described)
         if self._evictor is not None:
             self._evictor.on_opened(identity)
         return self._last_opened
@@ -233,23 +243,23 @@ class BlobStore(BlockStore[BlobNamespace], PageKeeper[BlobNamespace]):
         has_written = self._blobs.check_writing()
         if self._evictor is not None:
             self._evictor.check()
-        if not has_written:
+        if not has_written and self._blobs.describes_again_s is None:
             namespace.drop_description()
             self._describe(namespace)
 
     def contains_batch(self, namespace: BlobNamespace, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         names = self._names_of(namespace, keys)
-        sizes = self._blobs.sizes(names, renews=self._blobs.renews)
+        found = self._blobs.find(names, renews=self._blobs.renews)
         held: list[OffloadKey] = []
         expired: list[OffloadKey] = []
         unsound: list[str] = []
         for key, name in zip(keys, names, strict=True):
-            size = sizes.get(name)
-            if size is None:
+            if name not in found:
                 continue
-            if self._is_over(size.written_s):
+            size = found[name]
+            if size is not None and self._is_over(size.written_s):
                 expired.append(key)
-            elif size.num_bytes == self._block_bytes:
+            elif size is None or size.num_bytes == self._block_bytes:
                 held.append(key)
             else:
                 unsound.append(name)
@@ -337,7 +347,7 @@ class BlobStore(BlockStore[BlobNamespace], PageKeeper[BlobNamespace]):
         return TransferOutcome(succeeded, is_fault=bool(faults), faults=faults)
 
     def restore_description(self, namespace: BlobNamespace) -> bool:
-        if not namespace.is_described:
+        if not namespace.is_described or self._blobs.describes_again_s is not None:
             return False
         put = self._blobs.put_document(namespace.name, namespace.identity.document)
         if put.kind is not PutKind.WRITTEN:
@@ -368,7 +378,8 @@ class BlobStore(BlockStore[BlobNamespace], PageKeeper[BlobNamespace]):
         self._recent.clear()
 
     def stats(self) -> dict[str, float]:
-        return self._counters.snapshot() | ({} if self._evictor is None else self._evictor.stats())
+        evictor = {} if self._evictor is None else self._evictor.stats()
+        return self._counters.snapshot() | evictor | self._blobs.stats()
 
     def close(self) -> None:
         if self._evictor is not None:
@@ -386,14 +397,15 @@ class BlobStore(BlockStore[BlobNamespace], PageKeeper[BlobNamespace]):
         )
 
     def _describe(self, namespace: BlobNamespace) -> None:
-        if not namespace.begin_description():
+        if not namespace.begin_description(self._clock()):
             return
         is_there = False
         try:
             put = self._blobs.put_document(namespace.name, namespace.identity.document)
             is_there = put.kind in (PutKind.WRITTEN, PutKind.EXISTED)
         finally:
-            if not is_there:
+            # One that is written again later is not worth a try with each store until then.
+            if not is_there and self._blobs.describes_again_s is None:
                 namespace.drop_description()
 
     def _put(self, namespace: BlobNamespace, blocks: Sequence[BlockToStore]) -> list[Put]:

@@ -73,7 +73,7 @@ class BlobTier(ThreadedTier[BlobNamespace]):
         counts = make_quota_counts(config, tier, clock)
         capacity_bytes = blobs.settings.capacity_bytes
         require_capacity(blobs.settings, block_bytes)
-        if not blobs.can_list:
+        if not (blobs.can_list and blobs.has_times):
             has_quotas = counts is not None
             require_listing(
                 blobs.settings, expires_itself=blobs.expires_itself, has_quotas=has_quotas, tier=tier
