@@ -1,8 +1,8 @@
 """What the roles of a tier are tested on: tiers that it builds, and its backend, read and changed past them.
 
-A role is a class of cases in a module of this folder; ``every_role.EveryRole`` is all of them. A tier's ``test_roles.py``
-inherits that, builds tiers and gives a ``RawBackend``. What a tier cannot do it says in ``lacks``, with the reason: the
-cases that need it are not collected, and those that say how it is refused are.
+A role is a class of cases in a module of this folder; ``every_role.EveryRole`` is all of them. A tier's
+``test_roles.py`` inherits that, builds tiers and gives a ``RawBackend``. What a tier cannot do it says in ``lacks``,
+with the reason: the cases that need it are not collected, and those that say how it is refused are.
 """
 
 from abc import ABC, abstractmethod
@@ -114,7 +114,7 @@ class RoleSuite(ABC):
     ) -> SecondaryTierManager:
         """Build a tier over ``rows``."""
         made = self.own_settings() | own
-        return self.tier_class(config, rows, settings=settings, **made)  # type: ignore[call-arg]  # its own
+        return self.tier_class(config, rows, settings=settings, **made)
 
     @pytest.fixture(autouse=True)
     def _end_tiers(self) -> Iterator[None]:

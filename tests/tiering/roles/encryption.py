@@ -9,7 +9,7 @@ from tests.tiering.roles.expiry import TTL_S, Expiry
 from tests.tiering.roles.tenants import Tenants
 
 from kvtier.errors import ConfigError
-from kvtier.testing.tier_driver import make_config, make_rows, key_of
+from kvtier.testing.tier_driver import key_of, make_config, make_rows
 from kvtier.tiering.factory import create_secondary_tier
 from kvtier.tiering.kit.key_ring import add_entry, make_ring, write_ring
 

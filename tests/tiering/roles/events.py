@@ -100,12 +100,14 @@ class Events(RoleSuite):
             engine.settle(HANG_GUARD_S)
             held = mirror.read()
             assert number in held
-            assert held == {one for one in range(number + 1) if engine.tiers[0].lookup(key_of(one), ReqContext("r"))}
+            assert held == {
+                one for one in range(number + 1) if engine.tiers[0].lookup(key_of(one), ReqContext("r"))
+            }
             assert len(held) == min(number + 1, self.num_small)
 
     def start_small(self) -> TierDriver:
         """Return a small tier that collects what it evicts, full of the first blocks."""
-        driver = self.start(settings=TELLING, **self.small)
+        driver = self.start(settings=TELLING, **self.small)  # type: ignore[arg-type]  # the tier's own
         for number in range(self.num_small):
             assert driver.store([number]).success
         assert take(driver) == set()
@@ -138,7 +140,7 @@ class Events(RoleSuite):
 
     @needs("evictions")
     def test_nothing_is_kept_to_be_told_without_events(self) -> None:
-        driver = self.start(**self.small)
+        driver = self.start(**self.small)  # type: ignore[arg-type]  # the tier's own
         for number in range(2 * self.num_small):
             assert driver.store([number]).success
         assert not driver.lookup(0)

@@ -54,7 +54,10 @@ class Hostile(RoleSuite):
         assert own is not None
         assert others is not None
         assert len(own) == len(others) == BLOCK_BYTES
-        backend.write(self.name_of(number), spoil(own, others))
+        spoilt = spoil(own, others)
+        if not spoilt and "empty values" in self.lacks:
+            pytest.skip(self.lacks["empty values"])
+        backend.write(self.name_of(number), spoilt)
         return own
 
     @needs("raw")

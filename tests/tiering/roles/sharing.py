@@ -40,13 +40,12 @@ class Sharing(RoleSuite):
         assert second.load_right([1]) == first.load_right([1]) == {1}
 
     @needs("sharing")
-    def test_a_block_that_another_engine_drops_after_the_lookup_fails_alone(self) -> None:
+    def test_a_block_that_another_removes_after_the_lookup_fails_alone(self) -> None:
         first, second = self.start(), self.start()
         assert first.store([1, 2]).success
         assert second.lookup(1)
         assert second.lookup(2)
-        first.tier.drop([key_of(2)])
-        first.poll_until(lambda: self.held_keys() == {key_of(1)})
+        self.remove_blocks(2)
         result = second.load([1, 2])
         assert (result.success, result.is_fault) == (False, False)
         assert result.successful_keys == frozenset({key_of(1)})
