@@ -1,0 +1,181 @@
+"""What the roles of a tier are tested on: tiers that it builds, and its backend, read and changed past them.
+
+A role is a class of cases in a module of this folder; ``every_role.EveryRole`` is all of them. A tier's
+``test_roles.py`` inherits that, builds tiers and gives a ``RawBackend``. What a tier cannot do it says in ``lacks``,
+with the reason: the cases that need it are not collected, and those that say how it is refused are.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import ClassVar, TypeVar
+
+import pytest
+from tests.tiering.tenant_driver import TenantDriver
+
+from kvtier.base import OffloadKey
+from kvtier.config import OffloadingConfig
+from kvtier.namespace import make_namespace
+from kvtier.testing.clock import ManualClock
+from kvtier.testing.tier_driver import HANG_GUARD_S, ROW_BYTES, key_of, make_config, make_rows
+from kvtier.tiering.base import NO_SETTINGS, SecondaryTierManager, TierSettings
+from kvtier.tiering.kit.place import PlaceBlock
+
+Case = TypeVar("Case", bound=Callable[..., None])
+
+MODELS = ("model-a", "model-b", "model-c")
+
+
+def needs(*abilities: str) -> Callable[[Case], Case]:
+    """Collect a case only for tiers that lack none of these."""
+    return lambda case: _note(case, "needed_abilities", abilities)
+
+
+def only_without(ability: str) -> Callable[[Case], Case]:
+    """Collect a case only for tiers that lack this."""
+    return lambda case: _note(case, "missing_ability", ability)
+
+
+def _note(case: Case, name: str, value: object) -> Case:
+    setattr(case, name, value)
+    return case
+
+
+class RawBackend(ABC):
+    """What a backend holds under names. Only names of one test are seen, which begins with none."""
+
+    @abstractmethod
+    def name_of(self, namespace: str, name: bytes) -> str:
+        """Return the name of a block, which has its key for a name where blocks are plain."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Return every name that has something."""
+
+    @abstractmethod
+    def read(self, name: str) -> bytes | None:
+        """Return what is there, None when that is nothing."""
+
+    @abstractmethod
+    def write(self, name: str, value: bytes) -> None:
+        """Put something in place of what is there."""
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove what is there."""
+
+    @abstractmethod
+    def strange_names(self, namespace: str) -> list[str]:
+        """Return names that look like ours, as far as possible, and are not."""
+
+    def document_name(self, namespace: str) -> str:
+        """Return the name of a namespace's description, in a backend that does not lack "documents"."""
+        raise NotImplementedError
+
+    def add_age(self, name: str, seconds: float) -> None:
+        """Let what is there have been written and used that much earlier, in a backend that does not lack "ages"."""
+        raise NotImplementedError
+
+
+class RoleSuite(ABC):
+    """A tier under test.
+
+    Attributes:
+        tier_class: the tier.
+        lacks: what it cannot do, by the name that cases give it, with the reason.
+    """
+
+    tier_class: ClassVar[type[SecondaryTierManager]]
+    lacks: ClassVar[Mapping[str, str]] = {}
+    clock: ManualClock
+    drivers: list[TenantDriver]
+
+    def __init_subclass__(cls) -> None:
+        if not cls.__name__.startswith("Test"):
+            return
+        for name in dir(cls):
+            case = getattr(cls, name, None)
+            missing = getattr(case, "missing_ability", None)
+            if not cls.lacks.keys().isdisjoint(getattr(case, "needed_abilities", ())) or (
+                missing is not None and missing not in cls.lacks
+            ):
+                setattr(cls, name, None)
+
+    @abstractmethod
+    def own_settings(self) -> dict[str, object]:
+        """Return the tier's own settings; all tiers of one test have the same backend."""
+
+    def get_backend(self) -> RawBackend:
+        """Return the backend of a tier that does not lack "raw"."""
+        raise NotImplementedError(self.lacks["raw"])
+
+    def build(
+        self, config: OffloadingConfig, rows: memoryview, settings: TierSettings, **own: object
+    ) -> SecondaryTierManager:
+        """Build a tier over ``rows``."""
+        made = self.own_settings() | own
+        return self.tier_class(config, rows, settings=settings, **made)
+
+    @pytest.fixture(autouse=True)
+    def _end_tiers(self) -> Iterator[None]:
+        self.clock = ManualClock()
+        self.drivers = []
+        yield
+        for driver in self.drivers:
+            assert driver.tier.shutdown(HANG_GUARD_S), "the tier's threads did not end"
+
+    def start(
+        self,
+        model: str = MODELS[0],
+        extra: Mapping[str, object] | None = None,
+        settings: TierSettings = NO_SETTINGS,
+        **own: object,
+    ) -> TenantDriver:
+        """Return a tier with something that drives it; it ends with the test.
+
+        Args:
+            model: of the engine.
+            extra: settings of the engine beyond its tiers.
+            settings: those that every tier has.
+            own: the tier's own, beyond those of ``own_settings``.
+        """
+        rows = make_rows()
+        config = replace(make_config(model), extra_config=dict(extra or {}))
+        self.drivers.append(TenantDriver(self.build(config, rows, settings, **own), rows))
+        return self.drivers[-1]
+
+    def namespace_of(self, model: str = MODELS[0]) -> str:
+        """Return the name of a plain engine's namespace."""
+        return make_namespace(make_config(model), ROW_BYTES).name
+
+    def name_of(self, number: int, model: str = MODELS[0]) -> str:
+        """Return the name under which the backend has a block of a plain engine."""
+        return self.get_backend().name_of(self.namespace_of(model), key_of(number))
+
+    def list_blocks(self) -> list[PlaceBlock]:
+        """Return what a command without an engine sees."""
+        place = self.tier_class.open_place(self.own_settings())
+        try:
+            return list(place.blocks())
+        finally:
+            place.close()
+
+    def held_keys(self) -> set[OffloadKey]:
+        """Return the keys of plain blocks, of whatever namespace."""
+        return {block.key for block in self.list_blocks() if block.key is not None}
+
+    def remove_blocks(self, *numbers: int) -> None:
+        """Remove blocks of the first model past the tier."""
+        for number in numbers:
+            self.get_backend().remove(self.name_of(number))
+
+    def remove_namespace(self, name: str) -> int:
+        """Remove a namespace without its engine; return how many blocks that was."""
+        place = self.tier_class.open_place(self.own_settings())
+        try:
+            place.begin_removal()
+            removed = place.remove(list(place.blocks([name])), unless_changed=False)
+            place.end_removal([name])
+        finally:
+            place.close()
+        return removed.num
