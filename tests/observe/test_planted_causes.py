@@ -334,6 +334,11 @@ CASES = [
         "hash_block_size 2 (here 4)",
     ),
     Planted(
+        "another block size, and blocks of its own",
+        after(replace(CONFIG, hash_block_size=2), before=strangers, prompts=documents),
+        "never_seen",
+    ),
+    Planted(
         "another hash",
         after(replace(CONFIG, hash_algorithm="xx"), before=strangers),
         "other_keys",

@@ -151,7 +151,7 @@ class ChosenRequests:
         if self._since_s is not None and records:
             begin_s = max(record.began_s for record in records) - self._since_s
             records = [record for record in records if record.began_s >= begin_s]
-        if self._request is None:
+        if self._request is None or not records:
             return records
         chosen = [record for record in records if record.req_id.startswith(self._request)]
         if not chosen:

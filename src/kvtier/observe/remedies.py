@@ -148,9 +148,8 @@ def remedy_of(miss: Miss) -> str:
         fields = list_fields(miss)
         if "layout_version" in fields:
             return OTHER_LAYOUT_REMEDY
-        if any(
-            "dtype" in field for field in fields
-        ):  # other bytes have another digest, whatever weights they are of
+        if any("dtype" in field for field in fields):
+            # Other bytes have another digest, whatever weights they are of.
             fields = [field for field in fields if field != "model.weights"]
         named = [text for part, text in FIELD_REMEDIES if any(part in field for field in fields)]
         return " ".join([*named, REMEDIES[miss.cause]])

@@ -191,7 +191,7 @@ def find_patterns(
         _find_own_cache(origins, causes),
         _find_small_prompts(records),
         _find_salts(records),
-        _find_other_keys(records),
+        _find_other_keys(records, origins),
         _find_early_end(records),
         _find_returns(records),
     ]
@@ -304,8 +304,13 @@ def _find_salts(records: Sequence[RequestRecord]) -> Finding | None:
     return Finding("cache_salt_per_user", text)
 
 
-def _find_other_keys(records: Sequence[RequestRecord]) -> Finding | None:
-    """Find an engine beside whose blocks are those of the same model under other keys."""
+def _find_other_keys(records: Sequence[RequestRecord], origins: Mapping[str, int]) -> Finding | None:
+    """Find an engine that has loaded nothing, beside blocks of the same model under other keys.
+
+    One that loads has blocks of its own: what is new to it is new.
+    """
+    if any(origin != DEVICE_ORIGIN for origin in origins):
+        return None
     missed = [
         run
         for record in records
