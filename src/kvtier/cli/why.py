@@ -4,7 +4,6 @@ It reads the latest requests of a running engine, or those of a recording, or it
 its records.
 """
 
-import importlib.metadata
 import json
 import os
 import shlex
@@ -17,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvtier import __version__
 from kvtier.cli import traces
 from kvtier.cli.output import command_line, make_table
 from kvtier.cli.place.options import parse_duration
@@ -76,6 +76,8 @@ def why(
     since: Since = None,
     request: RequestId = None,
     trace_format: traces.TraceFormat = None,
+    block_tokens: traces.BlockTokens = None,
+    time_unit: traces.TimeUnit = None,
     example: traces.Example = None,
     seed: traces.Seed = 0,
     device: options.Device = None,
@@ -109,7 +111,9 @@ def why(
     """
     if is_simulated:
         path = None if source is None else Path(source)
-        name, trace = open_trace(path, trace_format, example, seed, requests)
+        name, trace = open_trace(
+            path, trace_format, example, seed, requests, block_tokens=block_tokens, time_unit=time_unit
+        )
         device_size, host_size = choose_memory(example, device, host)
         engine_options = EngineOptions(
             device_size, kv_bytes, max_running, prefill, decode, state_bytes, state_interval
@@ -163,7 +167,7 @@ class ChosenRequests:
 def show(report: WhyReport, command: Sequence[str], *, is_json: bool) -> None:
     """Print a report, as JSON with the version and the words of the command line."""
     if is_json:
-        origin = {"kvtier": importlib.metadata.version("kvtier"), "command": shlex.join(command)}
+        origin = {"kvtier": __version__, "command": shlex.join(command)}
         typer.echo(json.dumps({**origin, **report.to_json()}, indent=1))
     else:
         print_report(report, Console())
@@ -209,6 +213,8 @@ def explain_simulation(
             "--policy", host_options.policy, "name one policy: kvtier simulate compares several"
         )
     trace, engine, host = make_machine(trace, engine_options, host_options)
+    if not host.num_blocks:
+        raise ConfigError("--host", host_options.host, "is an engine without offloading: give it host memory")
     records: list[RequestRecord] = []
     with show_progress("1 simulation", len(trace.requests), Console(stderr=True)) as note:
         found = simulate(trace, engine, host, on_request=lambda: note(1, None), on_record=records.append)

@@ -191,7 +191,7 @@ def test_the_numbers_are_written_as_json(trace: Path, tmp_path: Path) -> None:
     results = written["results"]
     assert list(results) == ["without", "lru"]
     assert results["lru"]["total"]["hit_tokens"] == {"device": 0, "host": 2047}
-    assert results["without"]["num_saved_tokens"] == 0
+    assert results["without"]["num_loaded_tokens"] == 0
     assert not [name for one in results.values() for name in one["counters"] if "CPU" in name]
 
 

@@ -12,11 +12,11 @@ from kvtier.sim.results import Period, Simulation, Spread
 from kvtier.sim.sweep import WITHOUT, Case, Size, Sweep
 
 
-def result_of(saved_ratio: float, median_s: float = 1.0) -> Simulation:
+def result_of(not_computed_ratio: float, median_s: float = 1.0) -> Simulation:
     """Return a result in which so large a share of 1,000 tokens was not computed."""
     spread = Spread(median_s, median_s, median_s, median_s, median_s)
     total = Period(
-        0.0, 10, 1000, {"host": round(1000 * saved_ratio)}, spread, dataclasses.replace(spread, p90_s=0)
+        0.0, 10, 1000, {"host": round(1000 * not_computed_ratio)}, spread, dataclasses.replace(spread, p90_s=0)
     )
     return Simulation(total, (), 60.0, 0, 1.0, (), {}, num_bound_tokens=900)
 

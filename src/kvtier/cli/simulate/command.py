@@ -32,6 +32,8 @@ def simulate(
     context: typer.Context,
     trace_file: traces.TraceFile = None,
     trace_format: traces.TraceFormat = None,
+    block_tokens: traces.BlockTokens = None,
+    time_unit: traces.TimeUnit = None,
     example: traces.Example = None,
     seed: traces.Seed = 0,
     device: options.Device = None,
@@ -64,7 +66,9 @@ def simulate(
         TraceError: the trace cannot be read.
     """
     check_jobs(jobs)
-    trace_name, trace = open_trace(trace_file, trace_format, example, seed, requests)
+    trace_name, trace = open_trace(
+        trace_file, trace_format, example, seed, requests, block_tokens=block_tokens, time_unit=time_unit
+    )
     device_size, host_size = choose_memory(example, device, host)
     engine_options = EngineOptions(
         device_size, kv_bytes, max_running, prefill, decode, state_bytes, state_interval
