@@ -5,11 +5,7 @@ A new policy's test is a class that inherits PolicySuite and makes the policy::
     class TestMine(PolicySuite):
         golden_hits: ClassVar[dict[int, int]] = {64: 1234}
 
-        evicts_in_order: ClassVar[bool] = True
-    """Whether the calls decide which blocks leave, and in which order. False for a policy that evicts the worst of a
-    random sample: the suite then compares sets of blocks, and no golden hit counts."""
-
-    def make_policy(self, cache_capacity: int) -> CachePolicy:
+        def make_policy(self, cache_capacity: int) -> CachePolicy:
             return MyPolicy(cache_capacity)
 """
 

@@ -131,7 +131,9 @@ def make_traffic_table(found: Mapping[str, Simulation]) -> Table | None:
     if not rows:
         return None
     headings = ("blocks", "written GB", "writes per unique block", "read GB", "link busy")
-    table = make_table("Traffic of host memory and each tier", ("policy", "tier"), headings)
+    # A word a line: with two tiers of long capacities the table fits a terminal of 80 columns.
+    numbers = tuple(heading.replace(" ", "\n") for heading in headings)
+    table = make_table("Traffic of host memory and each tier", ("policy", "tier"), numbers)
     for row in rows:
         table.add_row(*row)
     return table

@@ -124,11 +124,7 @@ def _in_words(
             f"{begin}without offloading {best.not_computed_ratio:.0%} of the prompt tokens are not computed"
         )
     if abs(fewer_ratio) < NO_DIFFERENCE:
-        most = (
-            f"; at most {best.at_most_ratio:.0%} could be not computed"
-            if best.at_most_ratio is not None
-            else ""
-        )
+        most = f"; not computed: at most {best.at_most_ratio:.0%}" if best.at_most_ratio is not None else ""
         if _is_curve_flat(comparison):
             begin = f"none of these sizes helps{_compare_with_device(comparison)}: "
         else:

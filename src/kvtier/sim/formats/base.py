@@ -8,7 +8,10 @@ from kvtier.sim.formats.lines import Line
 from kvtier.sim.trace import TraceRequest
 
 ROOT = -1
-"""The prefix before the first block of a prompt; numbers of prefixes begin with 0."""
+"""The prefix before the first block of a prompt."""
+
+FIRST_NEW = 2**63
+"""Numbers of prefixes that cannot keep the id of the file begin here; eight bytes hold them all."""
 
 
 class TraceFormat(ABC):
@@ -49,14 +52,16 @@ class TraceFormat(ABC):
 
 
 class PrefixChain:
-    """Numbers prefixes: equal prefixes get equal numbers, different ones different numbers.
+    """Names prefixes: equal prefixes get equal numbers, different ones different numbers.
 
-    Ids that name a block's content alone may be equal behind unequal prefixes, where no prefix cache can hit. Ids that
-    name a prefix are only renumbered. So a reader need not know which of the two a file has.
+    Ids that name a block's content alone may be equal behind unequal prefixes, where no prefix cache can hit; all but
+    the first of those get another number. Ids that name a prefix stay as they are. So a reader need not know which of
+    the two a file has. Text, and integers of 64 bits, get a number too.
     """
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, int | str], int] = {}
+        self._used: set[int] = set()
 
     def number(self, ids: Iterable[int | str]) -> tuple[int, ...]:
         """Return one number for each prefix of ``ids``, shortest first."""
@@ -64,9 +69,17 @@ class PrefixChain:
         chained: list[int] = []
         last = ROOT
         for each in ids:
-            last = numbers.setdefault((last, each), len(numbers))
+            number = numbers.get((last, each))
+            last = self._add(last, each) if number is None else number
             chained.append(last)
         return tuple(chained)
+
+    def _add(self, last: int, each: int | str) -> int:
+        is_free = isinstance(each, int) and 0 <= each < FIRST_NEW and each not in self._used
+        number = int(each) if is_free else FIRST_NEW + len(self._numbers)
+        self._used.add(number)
+        self._numbers[last, each] = number
+        return number
 
 
 def check_num_blocks(line: Line, num_tokens: int, num_ids: int, block_tokens: int) -> None:

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 GZIP_MAGIC = b"\x1f\x8b"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
+ZSTD_NAME = zstd.__name__ if zstd else "backports.zstd"
 DAMAGES = (EOFError, zlib.error, ValueError) + ((zstd.ZstdError,) if zstd else ())
 """What reading a damaged file raises."""
 
