@@ -59,15 +59,26 @@ Seed = Annotated[int, typer.Option(help="Seed of --example.")]
 Requests = Annotated[int | None, typer.Option(help="Only the first requests of the trace.")]
 
 
+class Reading(NamedTuple):
+    """How to read a trace file, as options say; None: as its format says.
+
+    Attributes:
+        format: the format's name; None: detected.
+        block_tokens: prompt tokens of a block.
+        time_unit: unit of its times.
+    """
+
+    format: str | None
+    block_tokens: int | None
+    time_unit: str | None
+
+
 def open_trace(
-    trace_file: Path | None,
-    trace_format: str | None,
+    trace_file: Path | str | None,
+    reading: Reading,
     example: str | None,
     seed: int,
     num_requests: int | None,
-    *,
-    block_tokens: int | None = None,
-    time_unit: str | None = None,
 ) -> tuple[str, Trace]:
     """Return a name for users and the requests of a trace file, or of made-up traffic.
 
@@ -83,7 +94,10 @@ def open_trace(
     if example is not None:
         if example not in EXAMPLES:
             raise UnknownNameError("traffic for --example", example, EXAMPLES)
-        for option, given in {"--block-tokens": block_tokens, "--time-unit": time_unit}.items():
+        for option, given in {
+            "--block-tokens": reading.block_tokens,
+            "--time-unit": reading.time_unit,
+        }.items():
             if given is not None:
                 raise ConfigError(option, given, "is about a trace file: leave it out with --example")
         if seed < 0:
@@ -93,7 +107,9 @@ def open_trace(
         )
     assert trace_file is not None, "one of the two is given"
     with naming_options(TRACE_OPTIONS):
-        trace = read_trace(trace_file, trace_format, block_tokens=block_tokens, time_unit=time_unit)
+        trace = read_trace(
+            Path(trace_file), reading.format, block_tokens=reading.block_tokens, time_unit=reading.time_unit
+        )
     return str(trace_file), take_first(trace, num_requests)
 
 

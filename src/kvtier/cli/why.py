@@ -23,7 +23,7 @@ from kvtier.cli.place.options import parse_duration
 from kvtier.cli.simulate import options
 from kvtier.cli.simulate.command import show_progress
 from kvtier.cli.simulate.machine import EngineOptions, HostOptions, make_machine
-from kvtier.cli.traces import choose_memory, open_trace
+from kvtier.cli.traces import Reading, choose_memory, open_trace
 from kvtier.errors import ConfigError, UnknownNameError
 from kvtier.input_files import is_file
 from kvtier.misses import RequestRecord
@@ -110,19 +110,17 @@ def why(
         ConfigError: a value of the simulation is not valid, or is given without ``--simulate``.
     """
     if is_simulated:
-        path = None if source is None else Path(source)
         name, trace = open_trace(
-            path, trace_format, example, seed, requests, block_tokens=block_tokens, time_unit=time_unit
+            source, Reading(trace_format, block_tokens, time_unit), example, seed, requests
         )
         device_size, host_size = choose_memory(example, device, host)
-        engine_options = EngineOptions(
+        engine = EngineOptions(
             device_size, kv_bytes, max_running, prefill, decode, state_bytes, state_interval
         )
-        host_options = HostOptions(
+        memory = HostOptions(
             host_size, tier, tier_setting, policy, store_threshold, load_if, hints, hint_noise
         )
-        chosen = ChosenRequests(since, request)
-        report = explain_simulation(name, trace, engine_options, host_options, chosen)
+        report = explain_simulation(name, trace, engine, memory, ChosenRequests(since, request))
     else:
         require_simulation(context)
         report = explain_source(source, ChosenRequests(since, request))

@@ -19,7 +19,7 @@ from kvtier.cli.simulate.options import parse_sweep
 from kvtier.cli.simulate.report.page import make_page
 from kvtier.cli.simulate.table import print_comparison
 from kvtier.cli.simulate.verdict import make_verdict
-from kvtier.cli.traces import choose_memory, open_trace
+from kvtier.cli.traces import Reading, choose_memory, open_trace
 from kvtier.errors import ConfigError
 from kvtier.sim.results import Simulation
 from kvtier.sim.sweep import Case, plan_cases, run_cases
@@ -67,7 +67,7 @@ def simulate(
     """
     check_jobs(jobs)
     trace_name, trace = open_trace(
-        trace_file, trace_format, example, seed, requests, block_tokens=block_tokens, time_unit=time_unit
+        trace_file, Reading(trace_format, block_tokens, time_unit), example, seed, requests
     )
     device_size, host_size = choose_memory(example, device, host)
     engine_options = EngineOptions(
