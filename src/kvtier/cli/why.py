@@ -113,13 +113,9 @@ def why(
         name, trace = open_trace(
             source, Reading(trace_format, block_tokens, time_unit), example, seed, requests
         )
-        device_size, host_size = choose_memory(example, device, host)
-        engine = EngineOptions(
-            device_size, kv_bytes, max_running, prefill, decode, state_bytes, state_interval
-        )
-        memory = HostOptions(
-            host_size, tier, tier_setting, policy, store_threshold, load_if, hints, hint_noise
-        )
+        device, host = choose_memory(example, device, host)
+        engine = EngineOptions(device, kv_bytes, max_running, prefill, decode, state_bytes, state_interval)
+        memory = HostOptions(host, tier, tier_setting, policy, store_threshold, load_if, hints, hint_noise)
         report = explain_simulation(name, trace, engine, memory, ChosenRequests(since, request))
     else:
         require_simulation(context)
