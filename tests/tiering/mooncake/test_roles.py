@@ -148,7 +148,3 @@ class TestPlace(PlaceSuite):
         damaged = flip_bit(self.values.read(name) or b"", key)
         assert damaged is not None
         self.values.write(name, damaged)
-
-    @pytest.mark.xfail(reason="the place knows the keys of blocks, and gives none of them its tenant")
-    def test_a_block_says_whose_it_is(self, tmp_path: Path) -> None:
-        super().test_a_block_says_whose_it_is(tmp_path)

@@ -14,7 +14,7 @@ from kvtier.errors import TierError
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import NUM_ROWS, TierDriver, content_of, key_of
 from kvtier.tiering.kit.blobs import BlobKind
-from kvtier.tiering.kit.blobs.store import REMEMBERED_S
+from kvtier.tiering.kit.blobs.recent import REMEMBERED_S
 from kvtier.tiering.valkey import ValkeyTier
 from kvtier.tiering.valkey.blobs import ValkeyNames
 from kvtier.tiering.valkey.cluster import REFRESH_S, Destination, redirection, slot_of

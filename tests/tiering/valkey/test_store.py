@@ -13,7 +13,7 @@ from kvtier.misses import Miss, MissCause
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, content_of, key_of
 from kvtier.tiering.kit import block_format
-from kvtier.tiering.kit.blobs.store import REMEMBERED_S
+from kvtier.tiering.kit.blobs.recent import REMEMBERED_S
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, make_header
 from kvtier.tiering.valkey import servers
 

@@ -275,7 +275,6 @@ class MooncakeBlobs(Blobs):
         return {}
 
     def read_capacity_bytes(self) -> int | None:
-        """Return how much memory the store has, as ``list_names``."""
         return self._listing.read_capacity_bytes()
 
     def list_namespaces(self) -> list[str]:

@@ -29,7 +29,7 @@ from kvtier.tiering.kit.blobs import (
     Size,
     Target,
 )
-from kvtier.tiering.kit.blobs.store import REMEMBERED_S
+from kvtier.tiering.kit.blobs.recent import REMEMBERED_S
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
 from kvtier.tiering.kit.health import SAID_S
 from kvtier.tiering.kit.place import BlockState
