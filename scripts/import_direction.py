@@ -134,6 +134,8 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
     "rich": ("cli",),
     "plotly": ("cli.page",),
     "msgspec": ("cli.record",),
+    "compression": ("sim.formats.lines",),  # of the standard library from Python 3.14 on
+    "backports": ("sim.formats.lines",),
     "zmq": ("cli.record",),
     "pytest": ("testing",),
     "hypothesis": ("testing",),

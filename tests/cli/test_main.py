@@ -1,11 +1,14 @@
 """The program finds its commands, imports only the one it runs, and turns errors into a status and a line."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+import kvtier
 from kvtier.cli import main as program
 from kvtier.errors import BlockNotReadyError, ConfigError, KVTierError
 
@@ -82,6 +85,33 @@ def test_help_imports_no_command() -> None:
 
     loaded = set(done.stdout.split("\n"))
     assert loaded.isdisjoint({command.module for command in program.COMMANDS} | {"torch"})
+
+
+def test_a_checkout_that_is_not_installed_knows_its_version_and_simulates(tmp_path: Path) -> None:
+    out = tmp_path / "numbers.json"
+    code = (
+        "import importlib.metadata as metadata, runpy, sys\n"
+        "known = metadata.Distribution.from_name\n"
+        "def from_name(name):\n"
+        "    if name == 'kvtier': raise metadata.PackageNotFoundError(name)\n"
+        "    return known(name)\n"
+        "metadata.Distribution.from_name = from_name\n"
+        f"sys.argv = ['kvtier', 'simulate', '--example', 'chat', '--requests', '5', '--json', {str(out)!r}]\n"
+        "runpy.run_module('kvtier', run_name='__main__')\n"
+    )
+
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(out.read_text())["kvtier"] == kvtier.__version__
+
+
+def test_no_command_asks_the_installation_for_the_version() -> None:
+    sources = Path(kvtier.__file__).parent.rglob("*.py")
+
+    assert not [path for path in sources if 'version("kvtier")' in path.read_text()]
 
 
 def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:

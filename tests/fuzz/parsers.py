@@ -165,7 +165,7 @@ def feed_reply(data: bytes) -> None:
 
 def feed_trace(data: bytes) -> None:
     """Read a trace: the first byte says in which format, 0 to find out."""
-    names = (None, "shared", "mooncake", "qwen_bailian", "kvtier", "kv_events")
+    names = (None, "mooncake", "qwen_bailian", "kvtier", "kv_events")
     name = names[data[0] % len(names)] if data else None
     with tempfile.NamedTemporaryFile(dir=_quick_folder()) as file:
         file.write(data[1:])

@@ -55,14 +55,14 @@ def test_memory_of_all_tiers_counts_as_one() -> None:
 def test_nobody_has_asked_for_a_bound() -> None:
     found = simulate(make_trace([prompt(0, 1)], BLOCK_TOKENS), ENGINE, None)
 
-    assert (found.num_bound_tokens, found.bound_ratio) == (None, None)
+    assert (found.num_bound_tokens, found.at_most_ratio) == (None, None)
 
 
 def test_an_engine_with_room_for_everything_reaches_its_bound() -> None:
     prompts = [prompt(50.0 * number, 1, 2, 10 + number, num_more_tokens=5) for number in range(6)]
     found = simulate(make_trace(prompts, BLOCK_TOKENS), ENGINE, HostModel(100), finds_bound=True)
 
-    assert found.saved_ratio == found.bound_ratio == 5 * 20 / (6 * 35)
+    assert found.not_computed_ratio == found.at_most_ratio == 5 * 20 / (6 * 35)
 
 
 def test_no_request_at_all_has_a_bound_of_nothing() -> None:
@@ -152,4 +152,4 @@ def test_every_policy_stays_below_the_bound_on_a_trace_with_reuse(num_blocks: in
 
     for one in found.values():
         assert_bounded(one)
-    assert any(one.saved_ratio > 0 for one in found.values())
+    assert any(one.not_computed_ratio > 0 for one in found.values())

@@ -150,7 +150,7 @@ def test_simulated_engines_get_the_hints_too(chat: Trace) -> None:
     host = HostModel(blocks_of_share(beginning, 0.05), "hazard", LinkSpeed(1e12, 1e12))
 
     def saved_with(known: ClientHints) -> float:
-        return simulate(beginning, engine, replace(host, client_hints=known)).saved_ratio
+        return simulate(beginning, engine, replace(host, client_hints=known)).not_computed_ratio
 
     assert saved_with(RETURNS) > saved_with(ClientHints.NONE)
 

@@ -132,7 +132,7 @@ def test_what_the_host_has_evicted_is_promoted_from_a_tier() -> None:
     found = simulate(trace, ENGINE, HostModel(3, speed=FAST, tiers=(tier,)))
 
     assert found.total.hit_tokens == {DEVICE: 0, "disk": 29}
-    assert found.num_saved_tokens == 29
+    assert found.num_loaded_tokens == 29
     assert found.hit_ratio("disk") == 29 / 90
     assert [(one.name, one.num_read_blocks) for one in found.tiers] == [("host", 3), ("disk", 3)]
 

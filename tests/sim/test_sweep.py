@@ -88,7 +88,7 @@ def test_results_come_in_the_order_of_the_cases_with_their_bounds() -> None:
 
     assert found == [simulate(TRACE, case.engine, case.host, finds_bound=True) for case in cases]
     assert told == [(case.label, 1) for case in cases for _ in TRACE.requests]
-    assert all(one.bound_ratio is not None and one.saved_ratio <= one.bound_ratio for one in found)
+    assert all(one.at_most_ratio is not None and one.not_computed_ratio <= one.at_most_ratio for one in found)
 
 
 def test_processes_find_the_same_and_tell_of_whole_cases() -> None:
@@ -134,10 +134,10 @@ def test_a_larger_host_finds_no_less_under_lru_and_reaches_the_bound_with_room_f
     sizes = tuple(Size(number, str(number)) for number in (2, 8, 24, 100))
     cases = plan_cases(ENGINE, host, ["lru"], Sweep("host", sizes))
 
-    ratios = [one.saved_ratio for one in run_cases(TRACE, cases)]
+    ratios = [one.not_computed_ratio for one in run_cases(TRACE, cases)]
 
     assert ratios == sorted(ratios)
-    assert ratios[-1] == run_cases(TRACE, cases[-1:])[0].bound_ratio
+    assert ratios[-1] == run_cases(TRACE, cases[-1:])[0].at_most_ratio
 
 
 STUCK = """

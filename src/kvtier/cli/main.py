@@ -9,13 +9,13 @@ names it), 130 interrupted.
 """
 
 import importlib
-import importlib.metadata
 import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
+from kvtier import __version__
 from kvtier.errors import ConfigError, KVTierError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def make_app(invoked: str | None) -> "typer.Typer":
         version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
     ) -> None:
         if version:
-            typer.echo(importlib.metadata.version("kvtier"))
+            typer.echo(__version__)
             raise typer.Exit
 
     for command in COMMANDS:

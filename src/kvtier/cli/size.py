@@ -1,6 +1,5 @@
 """``kvtier size MODEL``: how many tokens of a model fit into host memory, from its shape alone, without a trace."""
 
-import importlib.metadata
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -8,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvtier import __version__
 from kvtier.cli.output import make_console, make_table, print_line
 from kvtier.errors import ConfigError
 from kvtier.quantities import parse_bytes
@@ -40,7 +40,7 @@ class ModelSize:
     def to_json(self, host_sizes: Sequence[int]) -> dict[str, Any]:  # Any: JSON
         """Return the values as JSON objects."""
         return {
-            "kvtier": importlib.metadata.version("kvtier"),
+            "kvtier": __version__,
             "model": self.model.name,
             "kv_dtype": self.model.shape.kv_dtype,
             "tensor_parallel_size": self.tensor_parallel_size,

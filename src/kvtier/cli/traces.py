@@ -13,8 +13,8 @@ from kvtier.sim.made_up import make_agents, make_chat
 from kvtier.sim.model import BUSY_SHARE, BUSY_STRETCH_S, DEFAULT_PREFILL_TOKENS_PER_S
 from kvtier.sim.trace import Trace, make_trace
 
-TRACE_OPTIONS = {"trace format": "--format"}
-"""Kinds of unknown names when reading a trace -> the options that set them."""
+TRACE_OPTIONS = {"trace format": "--format", "block_tokens": "--block-tokens", "time_unit": "--time-unit"}
+"""Names in errors of reading a trace -> the options that set them."""
 
 DEFAULT_DEVICE, DEFAULT_HOST = "64GiB", "512GiB"
 """Memory of the device cache and of the host when nothing is given: a large GPU's, and half of a server's."""
@@ -41,10 +41,16 @@ EXAMPLES: Mapping[str, ExampleTraffic] = {
 """By name. An hour of it is less than a busy server has, so its engine has less memory than the default: with that the
 device cache alone would find nearly everything."""
 
-TraceFile = Annotated[Path | None, typer.Argument(metavar="[TRACE]", help="Requests, plain or gzip.")]
+TraceFile = Annotated[Path | None, typer.Argument(metavar="[TRACE]", help="Requests, plain, gzip or zstd.")]
 TraceFormat = Annotated[
     str | None,
     typer.Option("--format", help=f"One of {', '.join(TRACE_FORMATS.names())}; default: detected."),
+]
+BlockTokens = Annotated[
+    int | None, typer.Option(help="Prompt tokens of a block of the trace; default: its format's.")
+]
+TimeUnit = Annotated[
+    str | None, typer.Option(help="Unit of the trace's times, s or ms; default: its format's.")
 ]
 Example = Annotated[
     str | None, typer.Option(help=f"Made-up traffic instead of a trace: {' or '.join(EXAMPLES)}.")
@@ -53,9 +59,23 @@ Seed = Annotated[int, typer.Option(help="Seed of --example.")]
 Requests = Annotated[int | None, typer.Option(help="Only the first requests of the trace.")]
 
 
+class Reading(NamedTuple):
+    """How to read a trace file, as options say; None: as its format says.
+
+    Attributes:
+        format: the format's name; None: detected.
+        block_tokens: prompt tokens of a block.
+        time_unit: unit of its times.
+    """
+
+    format: str | None
+    block_tokens: int | None
+    time_unit: str | None
+
+
 def open_trace(
-    trace_file: Path | None,
-    trace_format: str | None,
+    trace_file: Path | str | None,
+    reading: Reading,
     example: str | None,
     seed: int,
     num_requests: int | None,
@@ -63,7 +83,8 @@ def open_trace(
     """Return a name for users and the requests of a trace file, or of made-up traffic.
 
     Raises:
-        ConfigError: neither a file nor an example is given, or both, or ``num_requests`` is below 1.
+        ConfigError: neither a file nor an example is given, or both, or ``num_requests`` is below 1, or a block size
+            or a unit of time is not valid.
         UnknownNameError: there is no such example or trace format.
         TraceError: the file cannot be read.
     """
@@ -73,6 +94,12 @@ def open_trace(
     if example is not None:
         if example not in EXAMPLES:
             raise UnknownNameError("traffic for --example", example, EXAMPLES)
+        for option, given in {
+            "--block-tokens": reading.block_tokens,
+            "--time-unit": reading.time_unit,
+        }.items():
+            if given is not None:
+                raise ConfigError(option, given, "is about a trace file: leave it out with --example")
         if seed < 0:
             raise ConfigError("--seed", seed, "must be an integer from 0")
         return f"made-up traffic {example!r}, seed {seed}", take_first(
@@ -80,7 +107,10 @@ def open_trace(
         )
     assert trace_file is not None, "one of the two is given"
     with naming_options(TRACE_OPTIONS):
-        return str(trace_file), take_first(read_trace(trace_file, trace_format), num_requests)
+        trace = read_trace(
+            Path(trace_file), reading.format, block_tokens=reading.block_tokens, time_unit=reading.time_unit
+        )
+    return str(trace_file), take_first(trace, num_requests)
 
 
 def choose_memory(example: str | None, device: str | None, host: str | None) -> tuple[str, str]:

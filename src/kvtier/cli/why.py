@@ -4,7 +4,6 @@ It reads the latest requests of a running engine, or those of a recording, or it
 its records.
 """
 
-import importlib.metadata
 import json
 import os
 import shlex
@@ -17,13 +16,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvtier import __version__
 from kvtier.cli import traces
 from kvtier.cli.output import command_line, make_table
 from kvtier.cli.place.options import parse_duration
 from kvtier.cli.simulate import options
 from kvtier.cli.simulate.command import show_progress
 from kvtier.cli.simulate.machine import EngineOptions, HostOptions, make_machine
-from kvtier.cli.traces import choose_memory, open_trace
+from kvtier.cli.traces import Reading, choose_memory, open_trace
 from kvtier.errors import ConfigError, UnknownNameError
 from kvtier.input_files import is_file
 from kvtier.misses import RequestRecord
@@ -76,6 +76,8 @@ def why(
     since: Since = None,
     request: RequestId = None,
     trace_format: traces.TraceFormat = None,
+    block_tokens: traces.BlockTokens = None,
+    time_unit: traces.TimeUnit = None,
     example: traces.Example = None,
     seed: traces.Seed = 0,
     device: options.Device = None,
@@ -108,17 +110,13 @@ def why(
         ConfigError: a value of the simulation is not valid, or is given without ``--simulate``.
     """
     if is_simulated:
-        path = None if source is None else Path(source)
-        name, trace = open_trace(path, trace_format, example, seed, requests)
-        device_size, host_size = choose_memory(example, device, host)
-        engine_options = EngineOptions(
-            device_size, kv_bytes, max_running, prefill, decode, state_bytes, state_interval
+        name, trace = open_trace(
+            source, Reading(trace_format, block_tokens, time_unit), example, seed, requests
         )
-        host_options = HostOptions(
-            host_size, tier, tier_setting, policy, store_threshold, load_if, hints, hint_noise
-        )
-        chosen = ChosenRequests(since, request)
-        report = explain_simulation(name, trace, engine_options, host_options, chosen)
+        device, host = choose_memory(example, device, host)
+        engine = EngineOptions(device, kv_bytes, max_running, prefill, decode, state_bytes, state_interval)
+        memory = HostOptions(host, tier, tier_setting, policy, store_threshold, load_if, hints, hint_noise)
+        report = explain_simulation(name, trace, engine, memory, ChosenRequests(since, request))
     else:
         require_simulation(context)
         report = explain_source(source, ChosenRequests(since, request))
@@ -163,7 +161,7 @@ class ChosenRequests:
 def show(report: WhyReport, command: Sequence[str], *, is_json: bool) -> None:
     """Print a report, as JSON with the version and the words of the command line."""
     if is_json:
-        origin = {"kvtier": importlib.metadata.version("kvtier"), "command": shlex.join(command)}
+        origin = {"kvtier": __version__, "command": shlex.join(command)}
         typer.echo(json.dumps({**origin, **report.to_json()}, indent=1))
     else:
         print_report(report, Console())
@@ -209,6 +207,8 @@ def explain_simulation(
             "--policy", host_options.policy, "name one policy: kvtier simulate compares several"
         )
     trace, engine, host = make_machine(trace, engine_options, host_options)
+    if not host.num_blocks:
+        raise ConfigError("--host", host_options.host, "is an engine without offloading: give it host memory")
     records: list[RequestRecord] = []
     with show_progress("1 simulation", len(trace.requests), Console(stderr=True)) as note:
         found = simulate(trace, engine, host, on_request=lambda: note(1, None), on_record=records.append)

@@ -88,7 +88,7 @@ class HostModel:
     """The primary tier and the chain behind it.
 
     Attributes:
-        num_blocks: blocks of host memory.
+        num_blocks: blocks of host memory; 0: the engine has none.
         cache_policy: registered name of its eviction policy.
         speed: the link to the device; each direction has its own.
         tiers: the secondary tiers, in the order of lookups.

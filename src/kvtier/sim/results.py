@@ -129,20 +129,20 @@ class Simulation:
     num_bound_tokens: int | None = None
 
     @property
-    def saved_ratio(self) -> float:
+    def not_computed_ratio(self) -> float:
         """Share of the prompt tokens that were not computed, from any origin, from 0 to 1."""
         return sum(self.hit_ratio(source) for source in self.total.hit_tokens)
 
     @property
-    def bound_ratio(self) -> float | None:
-        """The upper bound of ``saved_ratio``; None: not computed."""
+    def at_most_ratio(self) -> float | None:
+        """The upper bound of ``not_computed_ratio``; None: not computed."""
         if self.num_bound_tokens is None:
             return None
         total = self.total
         return self.num_bound_tokens / total.num_prompt_tokens if total.num_prompt_tokens else 0.0
 
     @property
-    def num_saved_tokens(self) -> int:
+    def num_loaded_tokens(self) -> int:
         """Tokens that were loaded instead of computed, without those of the device cache."""
         return sum(number for source, number in self.total.hit_tokens.items() if source != DEVICE)
 
@@ -166,7 +166,12 @@ class Simulation:
 
     def to_json(self) -> dict[str, Any]:  # Any: JSON
         """Return the values as JSON objects."""
-        sums = {"num_saved_tokens": self.num_saved_tokens, "missed_tokens": self.missed_tokens}
+        sums = {
+            "num_loaded_tokens": self.num_loaded_tokens,
+            "missed_tokens": self.missed_tokens,
+            "not_computed_ratio": self.not_computed_ratio,
+            "at_most_ratio": self.at_most_ratio,
+        }
         return {**asdict(self), **sums}
 
 

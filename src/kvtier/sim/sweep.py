@@ -94,6 +94,8 @@ def plan_cases(
 ) -> list[Case]:
     """Return a case without offloading and one for each policy, by size where one place is swept. Pure.
 
+    Without host memory, unless that is swept, there are no cases with policies.
+
     Args:
         engine: the engine.
         host: host memory and tiers; its own policy is ignored.
@@ -103,12 +105,16 @@ def plan_cases(
     Raises:
         UnknownNameError: the place does not exist.
     """
-    hosts = [replace(host, cache_policy=policy) for policy in policies]
+    has_host = host.num_blocks > 0 or (sweep is not None and sweep.place == HOST)
+    hosts = [replace(host, cache_policy=policy) for policy in policies] if has_host else []
     without = Case(WITHOUT, engine, None)
     if sweep is None:
         return [without, *(Case(one.cache_policy, engine, one) for one in hosts)]
     cases = [] if sweep.place == DEVICE else [without]
     for size in sweep.sizes:
+        resize(
+            engine, host, sweep.place, size.num_blocks
+        )  # an unknown place is refused without host memory too
         resized = [resize(engine, one, sweep.place, size.num_blocks) for one in hosts]
         if sweep.place == DEVICE:
             cases.append(Case(WITHOUT, replace(engine, num_device_blocks=size.num_blocks), None, size))

@@ -29,6 +29,10 @@ class PolicySuite:
     orders_by_use: ClassVar[bool] = True
     """Whether a touch of ready blocks reorders them at once; False if the order is that of insertion."""
 
+    evicts_in_order: ClassVar[bool] = True
+    """Whether the calls decide which blocks leave, and in which order. False for a policy that evicts the worst of a
+    random sample: the suite then compares sets of blocks, and no golden hit counts."""
+
     def make_policy(self, cache_capacity: int) -> CachePolicy:
         """Return an empty policy for ``cache_capacity`` blocks."""
         raise NotImplementedError
@@ -48,7 +52,7 @@ class PolicySuite:
         insert_ready(batched, keys)
         for key in keys:
             insert_ready(single, [key])
-        assert evicted_keys(single, 4) == evicted_keys(batched, 4)
+        assert self.order_of(evicted_keys(single, 4)) == self.order_of(evicted_keys(batched, 4))
 
     def test_what_would_leave_next_is_what_leaves(self) -> None:
         """A preview lists what evict then takes, in order, and changes nothing; busy blocks are not in it."""
@@ -88,7 +92,7 @@ class PolicySuite:
             for block in blocks:
                 block.ref_cnt = 0
         insert_ready(whole, keys)
-        assert evicted_keys(pieces, 4) == evicted_keys(whole, 4)
+        assert self.order_of(evicted_keys(pieces, 4)) == self.order_of(evicted_keys(whole, 4))
 
     def test_renewed_blocks_leave_last_and_the_first_of_them_after_the_others(self) -> None:
         """Renewing orders blocks as a touch does; a key that is not held is no error."""
@@ -98,7 +102,7 @@ class PolicySuite:
         keys = [key_of(number) for number in range(4)]
         insert_ready(policy, keys)
         policy.renew([keys[0], key_of(9), keys[1]])
-        assert evicted_keys(policy, 4) == [keys[2], keys[3], keys[1], keys[0]]
+        assert self.order_of(evicted_keys(policy, 4)) == self.order_of([keys[2], keys[3], keys[1], keys[0]])
 
     def test_remove_forgets_a_key_and_ignores_unknown_ones(self) -> None:
         """A removed key is not held; removing it again is not an error."""
@@ -136,7 +140,7 @@ class PolicySuite:
             insert_ready(policy, keys)
             policy.touch(keys[1:3])
         assert asked.evict(4, {keys[2]}) is None
-        assert evicted_keys(asked, 4) == evicted_keys(reference, 4)
+        assert self.order_of(evicted_keys(asked, 4)) == self.order_of(evicted_keys(reference, 4))
 
     def test_pinned_and_in_flight_blocks_stay(self) -> None:
         """Only idle blocks are evicted, whatever their place in the order."""
@@ -165,7 +169,7 @@ class PolicySuite:
         policy.touch(keys)
         for block in blocks:
             block.ref_cnt = 0
-        assert evicted_keys(policy, 4) == keys[::-1]
+        assert self.order_of(evicted_keys(policy, 4)) == self.order_of(keys[::-1])
 
     def test_busy_blocks_are_victims_again_once_they_are_idle(self) -> None:
         """Evictions that skip pinned and protected blocks lose none of them: later all can be evicted."""
@@ -207,7 +211,7 @@ class PolicySuite:
         keys = [key_of(number) for number in range(4)]
         insert_ready(policy, keys)
         policy.touch(keys)
-        assert evicted_keys(policy, 4) == keys[::-1]
+        assert self.order_of(evicted_keys(policy, 4)) == self.order_of(keys[::-1])
 
     def test_touching_unknown_keys_holds_nothing(self) -> None:
         """A touch of keys that are not held is not an error and stores nothing."""
@@ -223,7 +227,8 @@ class PolicySuite:
         replay(used, trace)
         clear_policy(used, 32)
         used.check({})
-        assert replay(used, trace) == replay(self.make_policy(32), trace)
+        num_hits, expected = replay(used, trace), replay(self.make_policy(32), trace)
+        assert not self.evicts_in_order or num_hits == expected
 
     def test_random_use_keeps_the_invariants(self) -> None:
         """Seeded random calls never make the policy differ from a plain dictionary."""
@@ -252,9 +257,15 @@ class PolicySuite:
 
     def test_golden_hit_counts(self) -> None:
         """The policy has exactly the recorded number of hits on the fixed trace."""
+        if not self.evicts_in_order:
+            return
         trace = make_trace(seed=1)
         found = {capacity: replay(self.make_policy(capacity), trace) for capacity in self.golden_hits}
         assert found == self.golden_hits
+
+    def order_of(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Return evicted keys as far as the policy decides their order: sorted where it draws them."""
+        return keys if self.evicts_in_order else sorted(keys)
 
 
 def key_of(number: int) -> OffloadKey:

@@ -43,9 +43,9 @@ def test_hits_times_and_traffic_are_printed(trace: Path, capsys: pytest.CaptureF
     printed = capsys.readouterr()
     rows = [line.split() for line in printed.out.splitlines()]
     assert status == 0
-    assert ["without", "0.0%", "0.0%", "0.0%", "100.0%", "75.0%"] in [row[:6] for row in rows]
+    assert ["without", "0.0%", "0.0%", "0.0%", "0.0%", "25.0%"] in [row[:6] for row in rows]
     # Of the third prompt everything is loaded but its last token, which is computed in any case.
-    assert ["lru", "0.0%", "0.0%", "33.3%", "66.7%", "66.7%"] in [row[:6] for row in rows]
+    assert ["lru", "0.0%", "0.0%", "33.3%", "33.3%", "33.3%"] in [row[:6] for row in rows]
     assert ["partial_block", "0.0%", "0.0%"] in rows
     assert ["lru", "fs", "2,048"] in [row[:3] for row in rows]
     assert "lru: 2,047 tokens loaded instead of computed (33.3%)" in printed.out
@@ -68,12 +68,43 @@ def test_a_dash_prints_the_numbers_on_stdout_and_the_tables_on_stderr(
 def test_the_verdict_is_the_first_line(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(trace) == 0
     assert capsys.readouterr().out.startswith(
-        "would not help: as many prompt tokens would be computed; at most"
+        "would not help: as many prompt tokens would be computed; not computed: at most"
     )
     assert run(trace, "--host", "1GiB") == 0
     assert capsys.readouterr().out.startswith(
         "would compute 33% fewer prompt tokens; median first token 102 -> 102 ms\n"
     )
+
+
+def test_what_was_simulated_is_said(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(trace, "--tier", "fs:1GiB:3GB/s") == 0
+    said = "simulated: device 2MiB; host 2MiB; fs 1GiB; 1KiB a token, 512KiB a block"
+    assert said in capsys.readouterr().out
+    assert run(trace, "--sweep", "host=2MiB,16MiB") == 0
+    assert "simulated: device 2MiB; host 2MiB, 16MiB; 1KiB a token" in capsys.readouterr().out
+
+
+def test_no_host_memory_is_a_run_without(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("plotly", reason="needs plotly: pip install 'kvtier[plot]'")
+    out, page = tmp_path / "numbers.json", tmp_path / "page.html"
+
+    assert run(trace, "--host", "0", "--json", str(out), "--html", str(page)) == 0
+
+    assert "simulated: device 2MiB; host none" in capsys.readouterr().out
+    assert list(json.loads(out.read_text())["results"]) == ["without"]
+    assert "without offloading 0% of the prompt tokens are not computed" in page.read_text()
+
+
+def test_blocks_of_another_size_and_times_in_seconds_are_read_where_the_options_say_so(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace.write_text(trace.read_text().replace("2048", "256").replace("000,", ","))
+
+    assert run(trace, "--block-tokens", "64", "--time-unit", "s") == 0
+
+    assert "3 requests in 120 s, 12 blocks of 64 tokens" in capsys.readouterr().out
 
 
 def test_made_up_traffic_needs_no_trace(capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,7 +222,9 @@ def test_the_numbers_are_written_as_json(trace: Path, tmp_path: Path) -> None:
     results = written["results"]
     assert list(results) == ["without", "lru"]
     assert results["lru"]["total"]["hit_tokens"] == {"device": 0, "host": 2047}
-    assert results["without"]["num_saved_tokens"] == 0
+    assert results["without"]["num_loaded_tokens"] == 0
+    ratios = [results["lru"][name] for name in ("not_computed_ratio", "at_most_ratio")]
+    assert ratios == pytest.approx([2047 / 6144, 2048 / 6144])
     assert not [name for one in results.values() for name in one["counters"] if "CPU" in name]
 
 
@@ -316,6 +349,9 @@ def test_an_old_file_is_kept_when_the_run_is_refused(trace: Path, tmp_path: Path
         (["--tier", "host:1GiB:3GB/s"], "--tier='host': each tier"),
         (["--tier", "a b:1GiB:3GB/s"], "--tier='a b': must consist of"),
         (["--requests", "0"], "--requests=0"),
+        (["--block-tokens", "0"], "--block-tokens=0: must be an integer from 1"),
+        (["--time-unit", "h"], "--time-unit='h': must be s or ms"),
+        (["--host", "0", "--tier", "fs:1GiB:3GB/s"], "--host='0': is a run without offloading"),
         (["--example", "chat"], "give either a trace file or --example chat or agents"),
     ],
 )
@@ -371,6 +407,7 @@ def test_a_trace_with_a_bad_line_is_refused_with_its_number(
     [
         ([], "TRACE: give either a trace file or --example chat or agents"),
         (["--example", "chats"], "unknown traffic for --example 'chats': did you mean 'chat'"),
+        (["--example", "chat", "--block-tokens", "64"], "--block-tokens=64: is about a trace file"),
         (["--example", "chat", "--seed=-1"], "--seed=-1: must be an integer from 0"),
     ],
 )

@@ -8,15 +8,21 @@ from tests.cli.simulate.compared import BLOCK_BYTES, ENGINE, HOST, compare
 
 from kvtier.cli.simulate.comparison import Comparison
 from kvtier.cli.simulate.verdict import chosen_size, find_sweep_knee, make_verdict
+from kvtier.sim.model import HostModel
 from kvtier.sim.results import Period, Simulation, Spread
 from kvtier.sim.sweep import WITHOUT, Case, Size, Sweep
 
 
-def result_of(saved_ratio: float, median_s: float = 1.0) -> Simulation:
+def result_of(not_computed_ratio: float, median_s: float = 1.0) -> Simulation:
     """Return a result in which so large a share of 1,000 tokens was not computed."""
     spread = Spread(median_s, median_s, median_s, median_s, median_s)
     total = Period(
-        0.0, 10, 1000, {"host": round(1000 * saved_ratio)}, spread, dataclasses.replace(spread, p90_s=0)
+        0.0,
+        10,
+        1000,
+        {"host": round(1000 * not_computed_ratio)},
+        spread,
+        dataclasses.replace(spread, p90_s=0),
     )
     return Simulation(total, (), 60.0, 0, 1.0, (), {}, num_bound_tokens=900)
 
@@ -56,7 +62,7 @@ def test_no_difference_is_said_with_what_could_be_found() -> None:
     verdict = make_verdict(compared([(WITHOUT, result_of(0.2)), ("lru", result_of(0.201))]))
 
     assert (
-        verdict.text == "would not help: as many prompt tokens would be computed; at most 90% could be found"
+        verdict.text == "would not help: as many prompt tokens would be computed; not computed: at most 90%"
     )
 
 
@@ -103,6 +109,39 @@ def test_the_verdict_of_a_sweep_is_about_its_knee(ratios: tuple[float, ...], siz
     chosen = chosen_size(comparison)
     assert chosen is not None
     assert (chosen.label, chosen.num_blocks * BLOCK_BYTES) == (size, int(size.removesuffix("MiB")) * 2**20)
+
+
+def test_sizes_that_do_not_help_are_compared_with_what_the_device_holds() -> None:
+    # The device has 6 blocks of 1 MiB.
+    small, large = swept(0.1, 0.1, 0.1), swept(0.1, 0.1, 0.1, 0.1)
+
+    end = "as many prompt tokens would be computed; not computed: at most 90%"
+    assert make_verdict(small).text == f"none of these sizes helps, the device holds 6MiB: {end}"
+    assert make_verdict(large).text == f"none of these sizes helps: {end}"
+
+
+@pytest.mark.parametrize("is_rate_derived", [False, True])
+def test_a_saturated_run_has_no_times_in_its_verdict(is_rate_derived: bool) -> None:
+    queued = result_of(0.2, 349_616.0)
+    queue = dataclasses.replace(queued.total.queue, p90_s=1e9)
+    queued = dataclasses.replace(queued, total=dataclasses.replace(queued.total, queue=queue))
+    comparison = compared([(WITHOUT, queued), ("lru", result_of(0.4))])
+
+    verdict = make_verdict(dataclasses.replace(comparison, is_rate_derived=is_rate_derived))
+
+    assert (verdict.saved_s, verdict.median_first_token_s) == (None, None)
+    assert verdict.text == "would compute 25% fewer prompt tokens"
+
+
+@pytest.mark.parametrize("sweep", [None, Sweep("device", (Size(6, "6MiB"), Size(60, "60MiB")))])
+def test_a_run_without_host_memory_says_what_the_device_finds(sweep: Sweep | None) -> None:
+    comparison = compare(["lru", "arc"], sweep, host=HostModel(0))
+
+    assert {case.policy for case in comparison.cases} == {WITHOUT}
+    verdict = make_verdict(comparison)
+    assert "without offloading" in verdict.text
+    assert "of the prompt tokens are not computed" in verdict.text
+    assert verdict.fewer_ratio == 0.0
 
 
 def test_the_knee_of_a_curve_is_where_it_leaves_its_rise() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.errors import TraceError
+from kvtier.errors import ConfigError, TraceError
 from kvtier.sim.formats.registry import read_trace
 
 
@@ -61,6 +61,34 @@ def test_events_may_be_lists_as_they_are_sent(tmp_path: Path) -> None:
     event = ["BlockStored", [70, 71], None, [], 16, None, "GPU"]
 
     assert chains(tmp_path, (5.0, [event, ["BlockRemoved", [1]], ["AllBlocksCleared"]])) == [(0.0, (0, 1))]
+
+
+def test_a_batch_may_be_a_list_as_it_is_sent(tmp_path: Path) -> None:
+    event = ["BlockStored", [70, 71], None, [], 16, None, "GPU"]
+    path = tmp_path / "events.jsonl"
+    lines = ([5.0, [event], 0], [9.0, [["BlockStored", [72], 71, [], 16, None, "GPU"]], 0])
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+    assert [one.hash_ids for one in read_trace(path).requests] == [(0, 1), (0, 1, 2)]
+
+    path.write_text("".join(f"{json.dumps(line[:2])}\n" for line in lines))
+    assert len(read_trace(path).requests) == 2  # vLLM leaves out a rank that is not set
+
+
+def test_a_log_of_two_replicas_is_refused_with_the_line_of_the_second(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text("[5.0, [], 0]\n[5.1, [], 1]\n")
+
+    with pytest.raises(TraceError, match=r"events.jsonl:2: 1: a replica of another rank has its own cache"):
+        read_trace(path)
+
+
+def test_another_block_size_than_the_log_s_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text(json.dumps({"ts": 1.0, "events": [stored([70])]}))
+
+    with pytest.raises(ConfigError, match="block_tokens=64: the file says blocks of 16 tokens"):
+        read_trace(path, block_tokens=64)
 
 
 def test_a_list_says_what_an_object_says_of_adapters_and_groups(tmp_path: Path) -> None:

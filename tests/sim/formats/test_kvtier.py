@@ -19,6 +19,7 @@ from kvtier.recording.recorder import TraceRecorder
 from kvtier.recording.trace_file import TraceFile
 from kvtier.recording.trace_line import TraceEnd, TraceHeader, TraceLine
 from kvtier.recording.trace_salt import TraceSalt
+from kvtier.sim.formats.base import PrefixChain
 from kvtier.sim.formats.kvtier import read_end, read_records
 from kvtier.sim.formats.registry import detect_format, read_trace
 from kvtier.sim.trace import TraceRequest
@@ -99,11 +100,15 @@ def test_whatever_is_recorded_is_read_back(
 
     read = read_trace(path).requests
 
-    expected = sorted(lines, key=lambda line: line.arrival_s)
+    chain = PrefixChain()  # ids that are drawn name no prefixes
+    numbered = [(line, chain.number(line.hash_ids)) for line in lines]
+    expected = sorted(numbered, key=lambda pair: pair[0].arrival_s)
     assert [(one.num_output_tokens, one.hash_ids, one.stop) for one in read] == [
-        (line.num_output_tokens, line.hash_ids, line.stop) for line in expected
+        (line.num_output_tokens, ids, line.stop) for line, ids in expected
     ]
-    assert [one.arrival_s for one in read] == pytest.approx([line.arrival_s for line in expected], abs=1e-6)
+    assert [one.arrival_s for one in read] == pytest.approx(
+        [line.arrival_s for line, _ in expected], abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])

@@ -7,13 +7,13 @@ digests. Without scripts the page still has its sentences and tables.
 import base64
 import hashlib
 import html
-import importlib.metadata
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
+from kvtier import __version__
 from kvtier.cli.page.charts import BarChart, LineChart
 from kvtier.cli.page.figures import CONFIG, draw, read_library
 
@@ -80,7 +80,7 @@ class Document:
         """
         library = read_library()
         title = html.escape(self.title)
-        version = html.escape(importlib.metadata.version("kvtier"))
+        version = html.escape(__version__)
         style = (files("kvtier.cli.page") / STYLE_FILE).read_text(encoding="utf-8")
         # Inside a script element only "</" could end it.
         figures = json.dumps(self.figures, allow_nan=False).replace("<", "\\u003c")

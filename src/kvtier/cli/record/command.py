@@ -73,8 +73,9 @@ class Recording:
         Raises:
             TraceError: it has not begun, or is damaged.
         """
-        num_requests = sum(1 for _ in KVTierFormat.read(path))
-        return cls(path, num_requests, KVTierFormat.block_tokens_of(path), read_end(path))
+        block_tokens = KVTierFormat.block_tokens_of(path)
+        num_requests = sum(1 for _ in KVTierFormat.read(path, block_tokens, None))
+        return cls(path, num_requests, block_tokens, read_end(path))
 
     def describe(self) -> Iterator[str]:
         """Yield a description for the user, and the command that simulates it."""

@@ -19,7 +19,7 @@ from kvtier.cli.simulate.options import parse_sweep
 from kvtier.cli.simulate.report.page import make_page
 from kvtier.cli.simulate.table import print_comparison
 from kvtier.cli.simulate.verdict import make_verdict
-from kvtier.cli.traces import choose_memory, open_trace
+from kvtier.cli.traces import Reading, choose_memory, open_trace
 from kvtier.errors import ConfigError
 from kvtier.sim.results import Simulation
 from kvtier.sim.sweep import Case, plan_cases, run_cases
@@ -32,6 +32,8 @@ def simulate(
     context: typer.Context,
     trace_file: traces.TraceFile = None,
     trace_format: traces.TraceFormat = None,
+    block_tokens: traces.BlockTokens = None,
+    time_unit: traces.TimeUnit = None,
     example: traces.Example = None,
     seed: traces.Seed = 0,
     device: options.Device = None,
@@ -64,7 +66,9 @@ def simulate(
         TraceError: the trace cannot be read.
     """
     check_jobs(jobs)
-    trace_name, trace = open_trace(trace_file, trace_format, example, seed, requests)
+    trace_name, trace = open_trace(
+        trace_file, Reading(trace_format, block_tokens, time_unit), example, seed, requests
+    )
     device_size, host_size = choose_memory(example, device, host)
     engine_options = EngineOptions(
         device_size, kv_bytes, max_running, prefill, decode, state_bytes, state_interval

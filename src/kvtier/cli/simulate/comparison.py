@@ -1,11 +1,11 @@
 """Simulations of one trace side by side, with their inputs."""
 
-import importlib.metadata
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from kvtier import __version__
 from kvtier.sim.model import EngineModel, HostModel
 from kvtier.sim.results import DEVICE, HOST, Simulation
 from kvtier.sim.sweep import Case, Size, Sweep
@@ -72,6 +72,11 @@ class Comparison:
         return [label for label, one in self.by_label.items() if is_saturated(self.engine, one)]
 
     @property
+    def saturated_cases(self) -> list[Simulation]:
+        """The simulations in which requests queue far longer than a prompt takes."""
+        return [one for one in self.found if is_saturated(self.engine, one)]
+
+    @property
     def has_times(self) -> bool:
         """Whether times are shown: not those of a queue that a derived rate of computing prompts has made."""
         return not (self.is_rate_derived and self.saturated)
@@ -80,7 +85,7 @@ class Comparison:
         """Return version, command, trace, capacities and engine as JSON objects."""
         trace, engine = self.trace, self.engine
         return {
-            "kvtier": importlib.metadata.version("kvtier"),
+            "kvtier": __version__,
             "command": shlex.join(self.command),
             "trace": {
                 "name": self.trace_name,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvtier.cli.simulate import options
 from kvtier.cli.simulate.options import (
     apply_tier_settings,
-    blocks_of,
+    host_blocks_of,
     make_engine,
     make_host,
     page_trace,
@@ -90,7 +90,7 @@ def make_machine(trace: Trace, engine: EngineOptions, host: HostOptions) -> Mach
     )
     parsed = [parse_tier(text, model.block_bytes) for text in host.tier or ()]
     tiers = apply_tier_settings(parsed, host.tier_setting or (), model.block_bytes)
-    num_blocks = blocks_of("--host", host.host, model.block_bytes)
+    num_blocks = host_blocks_of(host.host, model.block_bytes, tiers)
     memory = make_host(host.policies, num_blocks, tiers, host.store_threshold, parse_load_if(host.load_if))
     client_hints, noise = parse_hints(host.hints, host.hint_noise)
     return Machine(trace, model, replace(memory, client_hints=client_hints, hint_noise=noise))

@@ -98,7 +98,9 @@ Device = Annotated[
 ]
 Host = Annotated[
     str | None,
-    typer.Option(help=f"Host memory behind the device cache; default: {DEFAULT_HOST}, less with --example."),
+    typer.Option(
+        help=f"Host memory behind the device cache, 0 for none; default: {DEFAULT_HOST}, less with --example."
+    ),
 ]
 Tiers = Annotated[list[str] | None, typer.Option(help=f"A tier behind host memory, repeatable: {TIER_FORM}.")]
 TierSettings = Annotated[
@@ -229,6 +231,22 @@ def parse_hints(hints: str, noise: str) -> tuple[ClientHints, HintNoise]:
 def split_names(text: str) -> list[str]:
     """Return the names between commas. Pure."""
     return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def host_blocks_of(size: str, block_bytes: int, tiers: Sequence[TierModel]) -> int:
+    """Return the blocks of host memory; 0 for an engine without offloading.
+
+    Raises:
+        ConfigError: it is not a size, smaller than a block, or no memory with tiers behind it.
+    """
+    if size.strip() != "0":
+        return blocks_of("--host", size, block_bytes)
+    if tiers:
+        remedy = (
+            "is a run without offloading, and tiers are behind host memory: give it some, or leave out --tier"
+        )
+        raise ConfigError("--host", size, remedy)
+    return 0
 
 
 def blocks_of(option: str, size: str, block_bytes: int) -> int:

@@ -7,9 +7,10 @@ from rich.table import Table
 
 from kvtier.cli.output import make_table, print_line
 from kvtier.cli.simulate.comparison import Comparison
+from kvtier.cli.simulate.options import format_size
 from kvtier.cli.simulate.verdict import make_verdict
 from kvtier.cli.traces import describe_rate
-from kvtier.sim.results import DEVICE, Simulation
+from kvtier.sim.results import DEVICE, HOST, Simulation
 
 NOTHING = "-"
 """Stands for a missing measurement."""
@@ -18,8 +19,8 @@ NOT_LOADED = "connector.not_loaded_tokens."
 """Prefix of the counters of tokens that were found in a tier but computed, which was faster."""
 
 BOUND_NOTE = (
-    "the bound (at most found, at least computed): device, host and tiers as one memory that knows the future; "
-    "no policy exceeds it, none is expected to reach it"
+    "at most: Belady's bound, device, host and tiers as one memory that is managed with knowledge of the future; "
+    "no policy can exceed it"
 )
 
 
@@ -47,12 +48,16 @@ def make_sweep_table(comparison: Comparison) -> Table:
     sources = (DEVICE, *_tier_names(comparison.by_label))
     place = comparison.sweep.place if comparison.sweep else ""
     times = ("p50", "p90") if comparison.has_times else ()
-    headings = ("found", "at most", *sources, *times, "served")
+    headings = ("not computed", "at most", *sources, *times, "served")
     names = (f"{place} size", "policy")
     title = f"Prompt tokens not computed{', and seconds to first token' if times else ''}"
     table = make_table(title, names, headings)
     for case, one in zip(comparison.cases, comparison.found, strict=True):
-        ratios = [one.saved_ratio, one.bound_ratio or 0.0, *(one.hit_ratio(source) for source in sources)]
+        ratios = [
+            one.not_computed_ratio,
+            one.at_most_ratio or 0.0,
+            *(one.hit_ratio(source) for source in sources),
+        ]
         numbers = [f"{ratio:.1%}" for ratio in ratios]
         if times:
             numbers += [f"{one.total.first_token.p50_s:.2f}", f"{one.total.first_token.p90_s:.2f}"]
@@ -66,12 +71,11 @@ def make_sweep_table(comparison: Comparison) -> Table:
 def make_hit_table(found: Mapping[str, Simulation]) -> Table:
     """Return where prompt tokens came from. Pure."""
     sources = (DEVICE, *_tier_names(found))
-    headings = (*sources, "computed", "at least")
+    headings = (*sources, "not computed", "at most")
     table = make_table("Prompt tokens by origin", ("policy",), headings)
     for name, one in found.items():
         ratios = [one.hit_ratio(source) for source in sources]
-        least = 1 - (one.bound_ratio or 0.0)
-        shares = [f"{ratio:.1%}" for ratio in (*ratios, 1 - sum(ratios), least)]
+        shares = [f"{ratio:.1%}" for ratio in (*ratios, one.not_computed_ratio, one.at_most_ratio or 0.0)]
         table.add_row(name, *(shares if one.total.num_requests else [NOTHING] * len(shares)))
     return table
 
@@ -116,18 +120,20 @@ def make_traffic_table(found: Mapping[str, Simulation]) -> Table | None:
             name,
             tier.name,
             f"{tier.capacity_blocks:,}",
-            f"{tier.written_bytes / 1e12:.2f}",
+            f"{tier.written_bytes / 1e9:,.1f}",
             f"{tier.writes_per_unique_block:.2f}",
-            f"{tier.read_bytes / 1e12:.2f}",
-            f"{tier.busy_ratio:.0%}",
+            f"{tier.read_bytes / 1e9:,.1f}",
+            f"{tier.busy_ratio:.1%}",
         )
         for name, one in found.items()
         for tier in one.tiers
     ]
     if not rows:
         return None
-    headings = ("blocks", "written TB", "per block", "read TB", "busy")
-    table = make_table("Traffic of each tier", ("policy", "tier"), headings)
+    headings = ("blocks", "written GB", "writes per unique block", "read GB", "link busy")
+    # A word a line: with two tiers of long capacities the table fits a terminal of 80 columns.
+    numbers = tuple(heading.replace(" ", "\n") for heading in headings)
+    table = make_table("Traffic of host memory and each tier", ("policy", "tier"), numbers)
     for row in rows:
         table.add_row(*row)
     return table
@@ -140,10 +146,11 @@ def summarise(comparison: Comparison) -> Iterator[str]:
         f"{len(trace.requests):,} requests in {trace.duration_s:,.0f} s, {trace.num_accesses:,} blocks of "
         f"{trace.block_tokens} tokens, {trace.num_unique_blocks:,} of them unique"
     )
+    yield f"simulated: {_describe_memory(comparison)}"
     for name, one in found.items():
-        if one.num_saved_tokens and comparison.sweep is None:
-            share = one.num_saved_tokens / one.total.num_prompt_tokens
-            yield f"{name}: {one.num_saved_tokens:,} tokens loaded instead of computed ({share:.1%})"
+        if one.num_loaded_tokens and comparison.sweep is None:
+            share = one.num_loaded_tokens / one.total.num_prompt_tokens
+            yield f"{name}: {one.num_loaded_tokens:,} tokens loaded instead of computed ({share:.1%})"
     for name, one in found.items():
         for tier, num_tokens in not_loaded_tokens(one).items():
             yield f"{name}: {num_tokens:,} tokens found in {tier} and computed, which was faster"
@@ -164,6 +171,19 @@ def summarise(comparison: Comparison) -> Iterator[str]:
             f"takes, so {effect}; "
             "use more --prefill, --device or --max-running, or fewer --requests"
         )
+
+
+def _describe_memory(comparison: Comparison) -> str:
+    """Return what each place holds and what a token takes, in words. Pure."""
+    engine, host, sweep = comparison.engine, comparison.host, comparison.sweep
+    places = {DEVICE: engine.num_device_blocks, HOST: host.num_blocks}
+    places |= {tier.name: tier.num_blocks for tier in host.tiers}
+    sizes = {place: format_size(num * engine.block_bytes) if num else "none" for place, num in places.items()}
+    if sweep is not None:
+        sizes[sweep.place] = ", ".join(size.label for size in sweep.sizes)
+    parts = "; ".join(f"{place} {size}" for place, size in sizes.items())
+    token_bytes = engine.block_bytes / engine.block_tokens
+    return f"{parts}; {format_size(token_bytes)} a token, {format_size(engine.block_bytes)} a block"
 
 
 def describe_saved_time(saved_s: float | None) -> Iterator[str]:

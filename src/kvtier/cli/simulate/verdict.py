@@ -5,7 +5,8 @@ from typing import Any
 
 from kvtier.cli.output import format_change
 from kvtier.cli.simulate.comparison import Comparison
-from kvtier.sim.results import Simulation
+from kvtier.cli.simulate.options import format_size
+from kvtier.sim.results import DEVICE, Simulation
 from kvtier.sim.sweep import WITHOUT, Case, Size, Sweep, find_knee
 
 NO_DIFFERENCE = 0.005
@@ -14,7 +15,7 @@ NO_DIFFERENCE = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The best case of a comparison beside the engine without offloading.
+    """The best case of a comparison and what it has over the engine without offloading.
 
     Attributes:
         text: the verdict.
@@ -22,7 +23,8 @@ class Verdict:
         size: of the swept place, the knee of the curve or else the largest; None without a sweep.
         fewer_ratio: share of the tokens computed without offloading that need not be computed; negative when more are.
         saved_s: seconds that requests wait less for their first tokens, all of them together; None as below.
-        median_first_token_s: without offloading and with it; None when the engine is saturated at the derived rate.
+        median_first_token_s: without offloading and with it; None when the engine is saturated, with or without it: the
+            times are those of a queue that grows for as long as the trace lasts.
     """
 
     text: str
@@ -39,17 +41,19 @@ class Verdict:
 
 def make_verdict(comparison: Comparison) -> Verdict:
     """Return the verdict. Pure."""
-    served = [pair for pair in _candidates(comparison) if pair[1].total.num_requests]
+    served = [pair for pair in _at(comparison, chosen_size(comparison)) if pair[1].total.num_requests]
     if not served:
         return Verdict("no request was served: each needs more device blocks than there are")
-    case, best = max(served, key=lambda pair: pair[1].saved_ratio)  # the first of equal ones
+    case, best = max(served, key=lambda pair: pair[1].not_computed_ratio)  # the first of equal ones
     without = _without(comparison, case)
     fewer_ratio = _fewer_ratio(without, best)
     times_s = (without.total.first_token.p50_s, best.total.first_token.p50_s)
-    medians = times_s if comparison.has_times else None
+    is_saturated = any(one is without or one is best for one in comparison.saturated_cases)
+    has_times = comparison.has_times and not is_saturated and case.policy != WITHOUT
+    medians = times_s if has_times else None
     size = case.size.label if case.size else None
     text = _in_words(comparison, case, best, fewer_ratio, medians)
-    saved_s = _saved_s(without, best) if comparison.has_times else None
+    saved_s = _saved_s(without, best) if has_times else None
     return Verdict(text, case.policy, size, fewer_ratio, saved_s, medians)
 
 
@@ -74,10 +78,7 @@ def chosen_size(comparison: Comparison) -> Size | None:
 
 
 def _best_ratios(comparison: Comparison, sweep: Sweep) -> list[float]:
-    return [
-        max(one.saved_ratio for case, one in comparison.pairs(size) if case.policy != WITHOUT)
-        for size in sweep.sizes
-    ]
+    return [max(one.not_computed_ratio for _, one in _at(comparison, size)) for size in sweep.sizes]
 
 
 def _is_flat(comparison: Comparison, sweep: Sweep) -> bool:
@@ -85,8 +86,10 @@ def _is_flat(comparison: Comparison, sweep: Sweep) -> bool:
     return max(ratios) - ratios[0] < NO_DIFFERENCE
 
 
-def _candidates(comparison: Comparison) -> list[tuple[Case, Simulation]]:
-    return [pair for pair in comparison.pairs(chosen_size(comparison)) if pair[0].policy != WITHOUT]
+def _at(comparison: Comparison, size: Size | None) -> list[tuple[Case, Simulation]]:
+    """Return the cases of a size with offloading, or the one without where there is no host memory."""
+    pairs = list(comparison.pairs(size))
+    return [pair for pair in pairs if pair[0].policy != WITHOUT] or pairs
 
 
 def _without(comparison: Comparison, case: Case) -> Simulation:
@@ -94,8 +97,8 @@ def _without(comparison: Comparison, case: Case) -> Simulation:
 
 
 def _fewer_ratio(without: Simulation, best: Simulation) -> float:
-    computed = 1 - without.saved_ratio
-    return (best.saved_ratio - without.saved_ratio) / computed if computed else 0.0
+    computed = 1 - without.not_computed_ratio
+    return (best.not_computed_ratio - without.not_computed_ratio) / computed if computed else 0.0
 
 
 def _saved_s(without: Simulation, best: Simulation) -> float:
@@ -116,16 +119,36 @@ def _in_words(
     if len(comparison.policies) > 2:
         condition.append(case.policy)
     begin = f"{' and '.join(condition)}: " if condition else ""
+    if case.policy == WITHOUT:
+        return (
+            f"{begin}without offloading {best.not_computed_ratio:.0%} of the prompt tokens are not computed"
+        )
     if abs(fewer_ratio) < NO_DIFFERENCE:
-        most = f"; at most {best.bound_ratio:.0%} could be found" if best.bound_ratio is not None else ""
-        return f"{begin}would not help: as many prompt tokens would be computed{most}"
+        most = f"; not computed: at most {best.at_most_ratio:.0%}" if best.at_most_ratio is not None else ""
+        if _is_curve_flat(comparison):
+            begin = f"none of these sizes helps{_compare_with_device(comparison)}: "
+        else:
+            begin += "would not help: "
+        return f"{begin}as many prompt tokens would be computed{most}"
     change = "fewer" if fewer_ratio > 0 else "more"
     times = f"; median first token {format_change(*medians)}" if medians else ""
     return f"{begin}would compute {abs(fewer_ratio):.0%} {change} prompt tokens{times}"
 
 
+def _is_curve_flat(comparison: Comparison) -> bool:
+    return comparison.sweep is not None and _is_flat(comparison, comparison.sweep)
+
+
+def _compare_with_device(comparison: Comparison) -> str:
+    """Return what the device holds where each size is no larger, or nothing. Pure."""
+    sweep, engine = comparison.sweep, comparison.engine
+    if sweep is None or sweep.place == DEVICE or sweep.sizes[-1].num_blocks > engine.num_device_blocks:
+        return ""
+    return f", the device holds {format_size(engine.num_device_blocks * engine.block_bytes)}"
+
+
 def _place_on_curve(comparison: Comparison) -> str:
-    if comparison.sweep is not None and _is_flat(comparison, comparison.sweep):
+    if _is_curve_flat(comparison):
         return "more brings nothing"
     return (
         "hits still rise"

@@ -1,10 +1,11 @@
 """Logs of vLLM's KV cache events, from which requests are reconstructed.
 
 vLLM publishes which blocks its device cache stores and removes. A log has one published batch per line, as JSON:
-``ts`` in seconds and ``events``, each an object with ``type``, or a list of the type and then the values in the order
-of vLLM's fields. A ``BlockStored`` of the first group in device memory means that a request computed ``block_hashes``
-behind ``parent_block_hash``; so a request is the chain from the root to its last stored block. Events that continue a
-chain at most ``JOIN_GAP_S`` after its last event are the same request: a long prompt is stored in several steps.
+``ts`` in seconds, ``events`` and ``data_parallel_rank``, or a list of the three. An event is an object with ``type``,
+or a list of the type and then the values in the order of vLLM's fields. A ``BlockStored`` of the first group in device
+memory means that a request computed ``block_hashes`` behind ``parent_block_hash``; so a request is the chain from the
+root to its last stored block. Events that continue a chain at most ``JOIN_GAP_S`` after its last event are the same
+request: a long prompt is stored in several steps.
 
 What such a log cannot show: a request that the device cache served completely stores nothing and is missing, and so
 are lengths of answers. Blocks of the answer count as prompt. A chain that began before the log starts where the log
@@ -22,6 +23,7 @@ from kvtier.sim.formats.base import TraceFormat
 from kvtier.sim.formats.lines import Line, read_lines
 from kvtier.sim.trace import TraceRequest
 
+RANK = "data_parallel_rank"
 STORED, REMOVED, CLEARED = "BlockStored", "BlockRemoved", "AllBlocksCleared"
 STORED_FIELDS = (
     "type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
@@ -57,10 +59,17 @@ class KVEventsFormat(TraceFormat):
         return {"ts", "events"} <= line.values.keys()
 
     @classmethod
-    def read(cls, path: Path) -> Iterator[TraceRequest]:
-        joiner = _Joiner(cls.block_tokens_of(path))
+    def read(cls, path: Path, block_tokens: int, time_unit_s: float | None) -> Iterator[TraceRequest]:
+        del time_unit_s
+        joiner = _Joiner(block_tokens)
         first_s: float | None = None
+        ranks: set[object] = set()
         for line in read_lines(path, may_be_cut=True):
+            ranks.add(rank := line.values.get(RANK))
+            if len(ranks) > 1:
+                raise line.fail(
+                    rank, "a replica of another rank has its own cache: keep the lines of one rank"
+                )
             time_s = line.seconds("ts")
             first_s = time_s if first_s is None else first_s
             now_s = max(0.0, time_s - first_s)
@@ -71,12 +80,12 @@ class KVEventsFormat(TraceFormat):
         yield from joiner.close_before(float("inf"))
 
     @classmethod
-    def block_tokens_of(cls, path: Path) -> int:
+    def block_tokens_of(cls, path: Path) -> int | None:
         for line in read_lines(path, may_be_cut=True):
             for event in _events_of(line):
                 if event.get("type") == STORED and _is_device_store(event):
                     return _block_size_of(line, event)
-        return cls.block_tokens
+        return None
 
 
 class _Joiner:

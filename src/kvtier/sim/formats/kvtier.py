@@ -11,10 +11,9 @@ from pathlib import Path
 from kvtier.errors import RecordError, TraceError
 from kvtier.misses import RequestRecord
 from kvtier.recording.trace_line import END_MARK, TRACE_MARK, VERSION, TraceEnd, TraceHeader
-from kvtier.sim.formats.base import TraceFormat
+from kvtier.sim.formats.base import PrefixChain, TraceFormat
 from kvtier.sim.formats.lines import Line, read_lines
 from kvtier.sim.formats.mooncake import MS, read_request
-from kvtier.sim.formats.shared import stop_of
 from kvtier.sim.trace import TraceRequest
 
 
@@ -28,12 +27,12 @@ class KVTierFormat(TraceFormat):
         return TRACE_MARK in line.values
 
     @classmethod
-    def read(cls, path: Path) -> Iterator[TraceRequest]:
-        lines = read_lines(path, may_be_cut=True)
-        block_tokens = _read_header(path, lines).block_tokens
+    def read(cls, path: Path, block_tokens: int, time_unit_s: float | None) -> Iterator[TraceRequest]:
+        lines, chain = read_lines(path, may_be_cut=True), PrefixChain()
+        _read_header(path, lines)
         for line in lines:
             if END_MARK not in line.values:
-                yield read_request(line, block_tokens, stop_of(line))
+                yield read_request(line, block_tokens, chain, time_unit_s or MS)
 
     @classmethod
     def block_tokens_of(cls, path: Path) -> int:

@@ -25,7 +25,7 @@ def test_hits_are_one_line_for_each_policy_below_the_bound() -> None:
     assert list(lines) == ["without", "lru", "arc", BOUND]
     assert lines["lru"].x == (4.0 * BLOCK_BYTES, 32.0 * BLOCK_BYTES)
     assert lines["lru"].y == tuple(
-        100 * comparison.by_label[f"lru at {size.label}"].saved_ratio for size in SIZES
+        100 * comparison.by_label[f"lru at {size.label}"].not_computed_ratio for size in SIZES
     )
     assert len(set(lines["without"].y)) == 1
     for line in panel.lines:

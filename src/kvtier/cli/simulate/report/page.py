@@ -1,10 +1,10 @@
 """The page: its sentences (what was simulated, the simulator's limits, warnings) and its HTML."""
 
 import html
-import importlib.metadata
 import shlex
 from collections.abc import Iterator
 
+from kvtier import __version__
 from kvtier.cli.output import format_change
 from kvtier.cli.page.charts import BarChart, LineChart
 from kvtier.cli.page.document import Document, render_list
@@ -29,6 +29,7 @@ from kvtier.cli.simulate.verdict import Verdict, chosen_size, make_verdict
 from kvtier.cli.traces import describe_rate
 from kvtier.config import LoadIf
 from kvtier.sim.clients import ClientHints, HintNoise, Honesty
+from kvtier.sim.sweep import WITHOUT
 from kvtier.sim.tier import TierModel
 
 
@@ -41,7 +42,7 @@ def list_facts(comparison: Comparison) -> Iterator[tuple[str, str]]:
         return f"{num_blocks:,} blocks, {format_size(num_blocks * block_bytes)}"
 
     yield "command", shlex.join(comparison.command)
-    yield "kvtier", importlib.metadata.version("kvtier")
+    yield "kvtier", __version__
     yield "trace", comparison.trace_name
     yield "requests", f"{len(trace.requests):,} in {trace.duration_s:,.0f} s"
     yield (
@@ -57,8 +58,10 @@ def list_facts(comparison: Comparison) -> Iterator[tuple[str, str]]:
             "after each block" if interval is None else f"each {interval:,} tokens and at the end of a prompt"
         )
         yield "states", f"kept {where}, in a block of their own"
+    yield "bytes a token", format_size(block_bytes / engine.block_tokens)
     yield "device", memory(engine.num_device_blocks)
-    yield "host", f"{memory(host.num_blocks)}, {host.speed.read_bytes_per_s / 1e9:g} GB/s each way"
+    speed = f"{host.speed.read_bytes_per_s / 1e9:g} GB/s each way"
+    yield "host", f"{memory(host.num_blocks)}, {speed}" if host.num_blocks else "none"
     for tier in host.tiers:
         yield f"tier {tier.name}", f"{memory(tier.num_blocks)}, {_describe_tier(tier)}"
     is_chosen = host.load_if is LoadIf.FASTER
@@ -137,7 +140,8 @@ def list_headline(comparison: Comparison, verdict: Verdict) -> Iterator[tuple[st
     """Yield the headline numbers and what they are. Pure."""
     if verdict.policy is None:
         return
-    yield f"{verdict.fewer_ratio:.0%}", "fewer prompt tokens computed"
+    if verdict.policy != WITHOUT:
+        yield f"{verdict.fewer_ratio:.0%}", "fewer prompt tokens computed"
     if verdict.median_first_token_s is not None:
         yield format_change(*verdict.median_first_token_s).replace("->", "→"), "median time to first token"
     best = next(
@@ -145,8 +149,11 @@ def list_headline(comparison: Comparison, verdict: Verdict) -> Iterator[tuple[st
     )
     for tier in best.tiers:
         yield f"{best.hit_ratio(tier.name):.1%}", f"of prompt tokens loaded from {tier.name}"
-    if best.bound_ratio is not None:
-        yield f"{best.bound_ratio:.1%}", f"not computed at most, by any policy ({best.saved_ratio:.1%} here)"
+    if best.at_most_ratio is not None:
+        yield (
+            f"{best.at_most_ratio:.1%}",
+            f"not computed at most, by any policy ({best.not_computed_ratio:.1%} here)",
+        )
 
 
 def make_page(comparison: Comparison) -> str:
@@ -171,7 +178,8 @@ def make_page(comparison: Comparison) -> str:
     document.add(heading, *map(document.figure, charts))
     missed = tabulate_misses(comparison)
     document.add("Why tokens were computed", render_table(missed) if missed else "")
-    document.add("Traffic", render_table(tabulate_traffic(comparison)))
+    traffic = tabulate_traffic(comparison)
+    document.add("Traffic", render_table(traffic) if traffic.rows else "")
     watched = tabulate_watched(comparison)
     document.add("Counters", render_table(watched) if watched else "")
     document.add("What was simulated", render_facts(list_facts(comparison)))

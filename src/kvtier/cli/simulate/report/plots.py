@@ -28,7 +28,7 @@ def plot_hits(comparison: Comparison) -> LineChart | None:
         PlotLine(policy, series, x, tuple(_found_percent(comparison, policy, size) for size in sizes))
         for series, policy in enumerate(comparison.policies)
     ]
-    bounds = [max(one.bound_ratio or 0.0 for _, one in comparison.pairs(size)) * 100 for size in sizes]
+    bounds = [max(one.at_most_ratio or 0.0 for _, one in comparison.pairs(size)) * 100 for size in sizes]
     lines.append(PlotLine(BOUND, 0, x, tuple(bounds), is_bound=True))
     knee = find_sweep_knee(comparison)
     mark = None if knee is None else Mark(x[knee], f"knee, {sizes[knee].label}")
@@ -51,8 +51,10 @@ def plot_origins(comparison: Comparison, size: Size | None) -> BarChart:
     pairs = list(comparison.pairs(size))
     places = [DEVICE, *_tier_names(comparison)]
     segments = [Segment(place, tuple(one.hit_ratio(place) * 100 for _, one in pairs)) for place in places]
-    computed = tuple((1 - one.saved_ratio) * 100 if one.total.num_requests else 0.0 for _, one in pairs)
-    shares = ", ".join(f"{case.policy} {one.saved_ratio:.1%}" for case, one in pairs)
+    computed = tuple(
+        (1 - one.not_computed_ratio) * 100 if one.total.num_requests else 0.0 for _, one in pairs
+    )
+    shares = ", ".join(f"{case.policy} {one.not_computed_ratio:.1%}" for case, one in pairs)
     return BarChart(
         "origins",
         "Prompt tokens by origin",
@@ -60,7 +62,7 @@ def plot_origins(comparison: Comparison, size: Size | None) -> BarChart:
         "% of prompt tokens",
         tuple(case.policy for case, _ in pairs),
         (*segments, Segment(COMPUTED, computed)),
-        tuple(None if one.bound_ratio is None else one.bound_ratio * 100 for _, one in pairs),
+        tuple(None if one.at_most_ratio is None else one.at_most_ratio * 100 for _, one in pairs),
         BOUND,
         is_last_baseline=True,
         x_max=100.0,
@@ -172,7 +174,7 @@ def _over_time(
 
 
 def _found_percent(comparison: Comparison, policy: str, size: Size) -> float:
-    return next(100 * one.saved_ratio for case, one in comparison.pairs(size) if case.policy == policy)
+    return next(100 * one.not_computed_ratio for case, one in comparison.pairs(size) if case.policy == policy)
 
 
 def _capacity_of(case: Case, place: str) -> int:

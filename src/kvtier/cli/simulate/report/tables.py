@@ -35,7 +35,11 @@ def tabulate_results(comparison: Comparison) -> Table:
     rows = []
     for case, one in zip(comparison.cases, comparison.found, strict=True):
         size = (_size_cell(case, comparison),) if comparison.sweep else ()
-        ratios = [*(one.hit_ratio(source) for source in sources), one.saved_ratio, one.bound_ratio or 0.0]
+        ratios = [
+            *(one.hit_ratio(source) for source in sources),
+            one.not_computed_ratio,
+            one.at_most_ratio or 0.0,
+        ]
         first, queue = one.total.first_token, one.total.queue
         times_s = [first.p50_s, first.p90_s, first.p99_s, queue.p90_s] if comparison.has_times else []
         measured = [Cell(f"{ratio:.1%}", ratio) for ratio in ratios]
