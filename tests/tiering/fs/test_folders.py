@@ -16,7 +16,6 @@ from kvtier.tiering.fs.folders import (
     EMPTY_FOLDER_TTL_S,
     FSNamespace,
     make_block_folder,
-    make_folder,
     refresh_document,
     remove_empty_folders,
     sweep_temporaries,
@@ -24,6 +23,7 @@ from kvtier.tiering.fs.folders import (
 )
 from kvtier.tiering.fs.index import KeyIndex
 from kvtier.tiering.fs.system import FOREIGN_OWNER_TIMEOUT_S, Owner, current_owner
+from kvtier.tiering.kit.private_folders import make_folder
 
 NAMESPACE = Namespace('{"model": "m"}', bytes(range(32)))
 NOW_S = 1_700_000_000.0
@@ -146,13 +146,13 @@ def test_folders_that_have_long_been_empty_are_given_back(root: Path) -> None:
     ("file_mode", "mode"), [(0o600, 0o700), (0o640, 0o750), (0o660, 0o770), (0o666, 0o777)], ids=oct
 )
 def test_folders_can_be_searched_by_those_who_read_files(tmp_path: Path, file_mode: int, mode: int) -> None:
-    folders.make_folder(tmp_path / "folder", file_mode)
+    make_folder(tmp_path / "folder", file_mode)
     assert stat.S_IMODE((tmp_path / "folder").stat().st_mode) == mode
 
 
 def test_a_folder_is_not_made_on_the_way_to_another(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        folders.make_folder(tmp_path / "removed meanwhile" / "folder", 0o600)
+        make_folder(tmp_path / "removed meanwhile" / "folder", 0o600)
 
     assert list(tmp_path.iterdir()) == []
 

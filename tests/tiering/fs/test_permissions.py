@@ -10,8 +10,8 @@ from tests.tiering.fs.peer import Peer
 
 from kvtier.errors import ConfigError
 from kvtier.testing.tier_suite import ROW_BYTES
-from kvtier.tiering.fs.permissions import judge
 from kvtier.tiering.fs.place import probe_fs_place
+from kvtier.tiering.kit.private_folders import judge
 
 BLOCK_BYTES = ROW_BYTES + 4096
 UID, GID = 1000, 1000

@@ -15,7 +15,6 @@ from kvtier.tiering.fs.block_file import BlockFiles
 from kvtier.tiering.fs.expiry import BlockExpiry
 from kvtier.tiering.fs.file_support import FileSupport, detect_file_support
 from kvtier.tiering.fs.folders import TEMPORARY_NAME, TENANTS_NAME, USAGE_NAME, make_root
-from kvtier.tiering.fs.permissions import find_refusal
 from kvtier.tiering.fs.settings import FSSettings, explain_shrinking
 from kvtier.tiering.fs.shared_usage import SharedUsage, read_record
 from kvtier.tiering.fs.system import FileStatus, Owner, SystemCalls, current_owner
@@ -26,6 +25,7 @@ from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
 from kvtier.tiering.kit.health import OutageLog
 from kvtier.tiering.kit.lifetime import make_lifetime
 from kvtier.tiering.kit.mount import MountPoint
+from kvtier.tiering.kit.private_folders import find_refusal
 
 logger = logging.getLogger(__name__)
 

@@ -27,6 +27,7 @@ from kvtier.tiering.fs.index import KeyIndex
 from kvtier.tiering.fs.shared_usage import open_shared_file
 from kvtier.tiering.fs.system import Owner, parse_owner
 from kvtier.tiering.kit.block_format import BlockFormat, BlockName, format_of
+from kvtier.tiering.kit.private_folders import make_folder, make_folders
 from kvtier.tiering.kit.siblings import Sibling, SiblingPlace, amount_in_words, log_siblings
 
 LOCK_NAME = ".lock"
@@ -147,22 +148,6 @@ class BlockFile:
     atime_ns: int = 0
 
 
-def make_folder(path: Path, file_mode: int) -> bool:
-    """Make a folder with the permissions that go with ``file_mode``; False when it exists. Its parent must be there.
-
-    Raises:
-        OSError: the system refused.
-    """
-    mode = file_mode | (file_mode & 0o444) >> 2  # search wherever files may be read
-    try:
-        path.mkdir(mode)
-    except FileExistsError:
-        return False
-    if stat.S_IMODE(path.stat().st_mode) != mode:
-        path.chmod(mode)
-    return True
-
-
 def make_root(root: Path, file_mode: int) -> None:
     """Make the tier's directory and the folder of temporary files in it, unless they exist.
 
@@ -173,10 +158,7 @@ def make_root(root: Path, file_mode: int) -> None:
     Raises:
         OSError: the system refused.
     """
-    for parent in reversed(root.parents):
-        if not parent.is_dir():
-            make_folder(parent, 0o600 | file_mode & 0o044)
-    make_folder(root, file_mode)
+    make_folders(root, file_mode)
     make_folder(root / TEMPORARY_NAME, file_mode)
 
 

@@ -36,7 +36,6 @@ from kvtier.tiering.fs.folders import (
     read_document,
     walk_blocks,
 )
-from kvtier.tiering.fs.permissions import find_refusal
 from kvtier.tiering.fs.settings import NO_LIMIT_BYTES, FSSettings, explain_shrinking
 from kvtier.tiering.fs.shared_usage import SharedUsage, UsageRecord, read_record
 from kvtier.tiering.fs.system import Owner, current_owner
@@ -51,6 +50,7 @@ from kvtier.tiering.kit.place import (
     PlaceSummary,
     TierFinding,
 )
+from kvtier.tiering.kit.private_folders import find_refusal
 
 TIER_TYPE = "fs"
 
