@@ -20,6 +20,7 @@ TIERS: Registry[type[SecondaryTierManager]] = Registry(
     {
         "example": "kvtier.tiering.example:ExampleSecondaryTier",
         "fs": "kvtier.tiering.fs:FSTier",
+        "packs": "kvtier.tiering.packs:PackTier",
         "slab": "kvtier.tiering.slab:SlabTier",
         "obj": "kvtier.tiering.obj:ObjTier",
         "valkey": "kvtier.tiering.valkey:ValkeyTier",

@@ -198,6 +198,10 @@ class Journal:
         with self._lock:
             self._close()
 
+    def close_in_child(self) -> None:
+        """Close a forked child's copy: a thread of the parent that held the lock does not release it here."""
+        self._close()
+
     @property
     def _max_records(self) -> int:
         """More than an owner writes: it compacts at half of that."""

@@ -185,7 +185,7 @@ class Pack:
         Args:
             unlock: False in a forked child: lock and mark are its parent's, too.
         """
-        self.journal.close()
+        (self.journal.close if unlock else self.journal.close_in_child)()
         if self._fd < 0:
             return
         if self.is_own and unlock:

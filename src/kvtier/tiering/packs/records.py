@@ -82,9 +82,10 @@ def pack_changes(changes: Iterable[Change], pack_id: bytes) -> bytes:
 
 
 def seal_records(records: Records, pack_id: bytes) -> bytes:
-    """Return records as they stand in a journal; their checksums are made right in place."""
-    records["check"] = _checksums(records, pack_id)
-    return records.tobytes()
+    """Return records as they stand in a journal, with their checksums made right. Pure."""
+    sealed = np.array(records, order="C")
+    sealed["check"] = _checksums(sealed, pack_id)
+    return sealed.tobytes()
 
 
 def whole_records(data: bytes, pack_id: bytes, num_slots: int) -> tuple[Records, int]:

@@ -1,0 +1,520 @@
+"""The packs of one namespace: which are open, which are own, and what they hold.
+
+Own packs are in the slot table, all others among the namespace's neighbours; a pack changes sides when it is adopted or
+given away. Jobs, the keeper's thread and a purge call this at the same time.
+"""
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.base import OffloadKey
+from kvtier.tiering.kit.backend import allocate_page
+from kvtier.tiering.kit.envelope import HeaderCheck, unpack
+from kvtier.tiering.packs.directory import PackDirectory
+from kvtier.tiering.packs.documents import write_document
+from kvtier.tiering.packs.neighbours import (
+    SLOT_BITS,
+    SLOT_MASK,
+    Difference,
+    PackNamespace,
+    SlotContent,
+)
+from kvtier.tiering.packs.open_packs import OpenPacks
+from kvtier.tiering.packs.pack import Pack
+from kvtier.tiering.packs.records import Change, Kind, Records, names_of
+from kvtier.tiering.packs.slot_table import SlotPin, SlotReservation, SlotTable
+
+logger = logging.getLogger(__name__)
+
+Times = npt.NDArray[np.uint32]
+"""When each slot of a pack was last used, seconds since 1970; shape (num_slots,)."""
+
+UNSURE_S = 120
+"""Blocks stored less than this before the last one of a pack are read before they are announced, where the pack's owner
+has not closed it: a loss of power may keep the journal and lose bytes. A kernel writes them within half a minute; more
+reads more at the start."""
+
+MAX_GIVEN = 4
+"""Packs given away last, which this process does not adopt: they are for the one that lacks room."""
+
+MAX_MISSING = 64
+"""Missing blocks that are looked for in other namespaces at a time; the latest are, where a prefix ends."""
+
+
+class PackCatalog:
+    """Packs and their blocks. Thread: any.
+
+    Mutable are the namespace, whether its packs have been listed, and those to be closed. ``_changing`` is held while
+    packs are made, adopted, given away, listed or forgotten, with I/O, because two such changes of one pack must not
+    meet; jobs and the scheduler's thread do not take it.
+
+    Args:
+        tier: type of the tier, for the log.
+        directory: where the packs are.
+        table: the own slots.
+        wall_clock: seconds since 1970.
+        is_durable: whether what is reported outlives a loss of power.
+
+    Attributes:
+        packs: the open ones.
+    """
+
+    def __init__(
+        self,
+        tier: str,
+        directory: PackDirectory,
+        table: SlotTable,
+        wall_clock: Callable[[], float],
+        *,
+        is_durable: bool,
+    ) -> None:
+        self.tier = tier
+        self.directory = directory
+        self.table = table
+        self.packs = OpenPacks()
+        self._wall_clock = wall_clock
+        self._is_durable = is_durable
+        self._changing = threading.RLock()
+        self._namespace: PackNamespace | None = None
+        self._released: deque[int] = deque()
+        self._indexed = threading.Event()
+        self._missing: deque[OffloadKey] = deque(maxlen=MAX_MISSING)
+        self._given: deque[str] = deque(maxlen=MAX_GIVEN)
+
+    # The namespace
+
+    @property
+    def namespace(self) -> PackNamespace:
+        """The namespace of now."""
+        assert self._namespace is not None, "a tier opens one before anything else"
+        return self._namespace
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether what was there at the start is known."""
+        return self._indexed.is_set()
+
+    def wait_indexed(self, timeout_s: float) -> bool:
+        """Block until what was there at the start is known; False when ``timeout_s`` passed first."""
+        return self._indexed.wait(timeout_s)
+
+    def open_namespace(self, namespace: PackNamespace, *, is_new: bool) -> None:
+        """Go over to another namespace; the next ``poll`` lists its packs, and releases those of the one before.
+
+        Args:
+            namespace: the other one.
+            is_new: whether its epoch has just been drawn, so that nothing can be there.
+
+        Thread: the scheduler's, which waits for no disk.
+        """
+        before, self._namespace = self._namespace, namespace
+        self._released.extend(self.table.open_namespace(namespace))
+        if before is not None:
+            self._released.extend(before.neighbours.clear())
+        if is_new:
+            self._indexed.set()
+        else:
+            self._indexed.clear()
+
+    def is_held(self, namespace: PackNamespace, key: OffloadKey) -> bool:
+        """Return whether a block is in any pack, as far as this process knows."""
+        return self.table.is_held(namespace, key) or namespace.neighbours.find(key) is not None
+
+    # What other processes do
+
+    def poll(self, *, adopts: bool = False) -> None:
+        """Learn what other processes have made, removed, stored and dropped since the last call.
+
+        Args:
+            adopts: whether new packs without an owner become own ones at once.
+        """
+        namespace = self.namespace
+        with self._changing:
+            self._close_released()
+            if not self.is_indexed or self.directory.changed(namespace.name):
+                known = {pack.name for pack in self._packs_of(namespace)}
+                for name in sorted(self.directory.names(namespace.name) - known):
+                    if not (adopts and self._adopt(namespace, name)):
+                        self._open(namespace, name)
+            for number in namespace.neighbours.numbers():
+                pack = self.packs.get(number)
+                if pack is not None:
+                    self._forget(namespace, pack) if pack.is_lost() else self._tail(namespace, pack)
+            if namespace is self._namespace:
+                self._indexed.set()
+
+    def check_own(self) -> Pack | None:
+        """Forget own packs that were removed or cut; return one that another process writes as well."""
+        namespace = self.namespace
+        with self._changing:
+            for number in self.table.own_packs():
+                pack = self.packs.get(number)
+                if pack is None:
+                    continue
+                if pack.is_lost():
+                    self._forget(namespace, pack)
+                elif pack.has_other_owner():
+                    return pack
+        return None
+
+    def forget_all(self) -> None:
+        """Forget every pack: the directory is gone. The next ``poll`` lists what is there by then."""
+        namespace = self.namespace
+        with self._changing:
+            for pack in self._packs_of(namespace):
+                self._forget(namespace, pack)
+            self._indexed.clear()
+
+    # Own packs
+
+    def adopt_all(self) -> bool:
+        """Become the owner of packs without one; return whether there were any."""
+        namespace = self.namespace
+        with self._changing:
+            packs = [self.packs.get(number) for number in namespace.neighbours.numbers()]
+            names = [pack.name for pack in packs if pack is not None and pack.name not in self._given]
+            return bool([name for name in names if self._adopt(namespace, name)])
+
+    def create(self, limit_bytes: int, *, may_remove: bool) -> bool:
+        """Make an own pack; False where there is no room.
+
+        Args:
+            limit_bytes: what all packs below the directory may take.
+            may_remove: whether packs without an owner may go for it, those unused for longest first.
+
+        Raises:
+            OSError: the system refused.
+        """
+        namespace = self.namespace
+        with self._changing:
+            write_document(self.directory, namespace.identity)
+            pack = self.directory.create(namespace.name, limit_bytes, may_remove=may_remove)
+            if pack is None:
+                return False
+            self.packs.add(pack)
+            if not self.table.add_pack(namespace, pack.number, pack.geometry.num_slots, ()):
+                self.packs.retire(pack.number, Pack.close)
+            return True
+
+    def give(self, number: int, *, is_first_to_go: bool) -> None:
+        """Give an own pack up. Its blocks stay readable, for this process too.
+
+        Args:
+            number: the pack's.
+            is_first_to_go: whether it is the first that is removed where room is needed.
+        """
+        namespace = self.namespace
+        with self._changing:
+            pack = self.packs.get(number)
+            used_s = self.table.used_times(number)
+            if pack is None or used_s is None:
+                return
+            self._given.append(pack.name)
+            blocks = self.table.remove_pack(number) or []
+            reader = self.directory.open(namespace.name, pack.name)
+            if reader is not None:
+                self._add_reader(namespace, reader, blocks)
+            end = partial(self._release, used_s=used_s, is_first_to_go=is_first_to_go)
+            self.packs.retire(number, end)
+
+    # Journals
+
+    def drop_slots(self, reservation: SlotReservation, *, erases: bool = False) -> Collection[int]:
+        """Have the journals say that slots hold nothing; return the addresses for which that failed.
+
+        Args:
+            reservation: the slots to drop, which are free afterwards unless they are pinned.
+            erases: whether the bytes go, too.
+        """
+        failed: list[int] = []
+        if reservation.drops:
+            with self.packs.use({address >> SLOT_BITS for address in reservation.drops}) as packs:
+                for number, addresses in _by_pack(reservation.drops):
+                    slots = [address & SLOT_MASK for address in addresses]
+                    if number in packs and not self._drop_in(packs[number], slots, erases=erases):
+                        failed += addresses
+            self.table.complete_drops(reservation, failed)
+        return failed
+
+    def record(
+        self, namespace: PackNamespace, packs: Mapping[int, Pack], pins: Sequence[SlotPin]
+    ) -> set[OffloadKey]:
+        """Have the journals say which blocks were written; return those for which they do.
+
+        Args:
+            namespace: of the blocks.
+            packs: those of the pins, in use.
+            pins: slots that were written.
+        """
+        recorded: set[OffloadKey] = set()
+        now_s = int(self._wall_clock())
+        key_of = {pin.address: pin.key for pin in pins}
+        for number, addresses in _by_pack(key_of):
+            pack, name = packs[number], namespace.format.name
+            changes = [
+                Change(Kind.STORED, address & SLOT_MASK, name(key_of[address]), now_s, now_s)
+                for address in addresses
+            ]
+            if self._append(pack, changes):
+                recorded.update(map(key_of.__getitem__, addresses))
+        return recorded
+
+    # Reads of other packs
+
+    def has_left(self, namespace: PackNamespace, key: OffloadKey, address: int) -> bool:
+        """Return whether a block that was not read is not there any more, as its pack's journal says by now."""
+        pack = self.packs.get(address >> SLOT_BITS)
+        if pack is not None and not pack.is_lost():
+            with self._changing:
+                self._tail(namespace, pack)
+        elif pack is not None:
+            with self._changing:
+                self._forget(namespace, pack)
+        return namespace.neighbours.key_at(address) != key
+
+    def note_missing(self, key: OffloadKey) -> None:
+        """Have a block looked for in other namespaces. Thread: the scheduler's."""
+        self._missing.append(key)
+
+    def take_missing(self) -> list[OffloadKey]:
+        """Return the blocks that were missing since the last call."""
+        missing = []
+        while self._missing:
+            missing.append(self._missing.popleft())
+        return missing
+
+    def describe(self, address: int) -> str:
+        """Return a slot in words."""
+        pack = self.packs.get(address >> SLOT_BITS)
+        return f"slot {address & SLOT_MASK} of {'a pack that is gone' if pack is None else pack.path}"
+
+    def stats(self) -> dict[str, float]:
+        """Return how many packs and blocks there are."""
+        neighbours = self.namespace.neighbours
+        counts = self.table.stats()
+        counts["neighbour_packs"] = len(neighbours.numbers())
+        counts["indexed_blocks"] = counts["own_blocks"] + len(neighbours)
+        return counts
+
+    def close(self) -> None:
+        """Write the order of use into the journals, and close the packs for others to adopt."""
+        namespace = self.namespace
+        with self._changing:
+            for number in self.table.own_packs():
+                used_s = self.table.used_times(number)
+                self.table.remove_pack(number)
+                end = Pack.close if used_s is None else partial(self._release, used_s=used_s)
+                self.packs.retire(number, end)
+            self._released.extend(namespace.neighbours.clear())
+            self._close_released()
+
+    # Below, ``_changing`` is held.
+
+    def _packs_of(self, namespace: PackNamespace) -> list[Pack]:
+        numbers = {*self.table.own_packs(), *namespace.neighbours.numbers()}
+        return [pack for pack in self.packs.all() if pack.number in numbers]
+
+    def _close_released(self) -> None:
+        while self._released:
+            self.packs.retire(self._released.popleft(), Pack.close)
+
+    def _open(self, namespace: PackNamespace, name: str) -> None:
+        pack = self.directory.open(namespace.name, name)
+        if pack is not None:
+            self._add_reader(namespace, pack)
+
+    def _add_reader(self, namespace: PackNamespace, pack: Pack, blocks: Sequence[SlotContent] = ()) -> None:
+        self.packs.add(pack)
+        namespace.neighbours.add_pack(pack.number, pack.geometry.num_slots)
+        self._note(namespace, namespace.neighbours.apply(pack.number, blocks))
+        self._tail(namespace, pack)
+
+    def _tail(self, namespace: PackNamespace, pack: Pack) -> None:
+        try:
+            is_new, records = pack.journal.tail()
+        except OSError:
+            self._forget(namespace, pack)
+            return
+        if is_new or len(records):
+            contents = list(_contents_of(records, namespace))
+            self._note(namespace, namespace.neighbours.apply(pack.number, contents, is_all=is_new))
+
+    def _note(self, namespace: PackNamespace, difference: Difference) -> None:
+        if namespace is self._namespace and (difference.added or difference.removed):
+            self.table.count_neighbours(*difference)
+
+    def _forget(self, namespace: PackNamespace, pack: Pack) -> None:
+        """Forget a pack that is not there any more."""
+        blocks = self.table.remove_pack(pack.number)
+        if blocks is None:
+            _, difference = namespace.neighbours.remove_pack(pack.number)
+            self._note(namespace, difference)
+        else:
+            logger.warning(
+                "tier %s: %s was removed: its %d blocks are misses", self.tier, pack.path, len(blocks)
+            )
+            self._note(
+                namespace, Difference(removed=[block.key for block in blocks if block.key is not None])
+            )
+        self.packs.retire(pack.number, Pack.close)
+
+    def _adopt(self, namespace: PackNamespace, name: str) -> bool:
+        """Become the owner of a pack; False where it has one, is gone or is damaged."""
+        pack = self.directory.adopt(namespace.name, name)
+        if pack is None:
+            return False
+        try:
+            blocks = self._take_over(namespace, pack)
+        except OSError as error:
+            logger.warning("tier %s: %s cannot be adopted: %s", self.tier, pack.path, error)
+            pack.close()
+            return False
+        self.packs.add(pack)
+        if not self.table.add_pack(namespace, pack.number, pack.geometry.num_slots, blocks):
+            self.packs.retire(pack.number, Pack.close)
+        for other in self.packs.all():
+            if other.name == name and other.number != pack.number:
+                _, difference = namespace.neighbours.remove_pack(other.number)
+                self._note(namespace, difference)
+                self.packs.retire(other.number, Pack.close)
+        return True
+
+    def _take_over(self, namespace: PackNamespace, pack: Pack) -> list[SlotContent]:
+        """Return what an adopted pack holds; what its journal has wrongly is dropped in it first.
+
+        Raises:
+            OSError: the journal cannot be read or written.
+        """
+        if pack.journal.is_lost:
+            found = list(_read_envelopes(pack, namespace))
+            pack.journal.append(
+                [
+                    Change(Kind.STORED, block.slot, namespace.format.name(block.key))
+                    for block in found
+                    if block.key
+                ]
+            )
+            return found
+        blocks = [
+            block for block in _contents_of(pack.journal.tail().records, namespace) if block.key is not None
+        ]
+        if pack.was_closed and pack.same_boot:
+            return blocks
+        unsure_s = max((block.stored_s for block in blocks), default=0) - UNSURE_S
+        lost = [
+            block.slot
+            for block in blocks
+            if block.stored_s >= unsure_s and not _is_there(pack, namespace, block)
+        ]
+        if lost:
+            pack.journal.append([Change(Kind.DROPPED, slot, b"") for slot in lost])
+        return [block for block in blocks if block.slot not in set(lost)]
+
+    def _drop_in(self, pack: Pack, slots: Sequence[int], *, erases: bool) -> bool:
+        if not self._append(pack, [Change(Kind.DROPPED, slot, b"") for slot in slots]):
+            return False
+        if erases:
+            with suppress(OSError):
+                pack.punch(slots)
+        return True
+
+    def _append(self, pack: Pack, changes: Sequence[Change]) -> bool:
+        """Append to a journal; durable where that is asked for, data and records in either order."""
+        try:
+            pack.journal.append(changes)
+            if self._is_durable:
+                pack.sync()
+                pack.journal.sync()
+            if pack.journal.is_long:
+                used_s = self.table.used_times(pack.number)
+                if used_s is not None:
+                    self._compact(pack, used_s)
+        except OSError as error:
+            logger.warning("tier %s: the journal of %s was not written: %s", self.tier, pack.path, error)
+            return False
+        return True
+
+    def _compact(self, pack: Pack, used_s: Times) -> None:
+        """Write a journal again: what its slots hold, used longest ago first.
+
+        It is made of the journal itself, not of the table: what another job has recorded and not completed stays.
+        """
+        pack.journal.rewrite(partial(_in_order_of_use, used_s=used_s), is_durable=self._is_durable)
+
+    def _release(self, pack: Pack, *, used_s: Times, is_first_to_go: bool = False) -> None:
+        with suppress(OSError):
+            if not pack.is_lost():
+                self._compact(pack, used_s)
+        if is_first_to_go:
+            with suppress(OSError):
+                os.utime(pack.path, (0, 0))
+        pack.close()
+
+
+def _by_pack(addresses: Iterable[int]) -> Iterator[tuple[int, list[int]]]:
+    for number, group in groupby(sorted(addresses), key=lambda address: address >> SLOT_BITS):
+        yield number, list(group)
+
+
+def last_of_each(records: Records) -> Records:
+    """Return the last record of each slot, in the order of the journal. Pure."""
+    _, from_end = np.unique(records["slot"][::-1], return_index=True)
+    last: Records = records[np.sort(len(records) - 1 - from_end)]
+    return last
+
+
+def _in_order_of_use(records: Records, used_s: Times) -> Records:
+    held = last_of_each(records)
+    held = held[held["kind"] == Kind.STORED]
+    held["used_s"] = np.maximum(held["used_s"], used_s[held["slot"]])
+    ordered: Records = held[np.argsort(held["used_s"], kind="stable")]
+    return ordered
+
+
+def _contents_of(records: Records, namespace: PackNamespace) -> Iterator[SlotContent]:
+    """Yield what the records say last of each slot."""
+    records = last_of_each(records)
+    is_stored = (records["kind"] == Kind.STORED).tolist()
+    slots, stored_s, used_s = (records[name].tolist() for name in ("slot", "stored_s", "used_s"))
+    key = namespace.format.key
+    for slot, name, stored, begun, used in zip(
+        slots, names_of(records), is_stored, stored_s, used_s, strict=True
+    ):
+        yield SlotContent(slot, key(name) if stored else None, begun, used)
+
+
+def _is_there(pack: Pack, namespace: PackNamespace, block: SlotContent) -> bool:
+    """Return whether the envelope in a slot is of the block that the journal has."""
+    assert block.key is not None, "a slot that holds nothing is not read"
+    found = _read_envelope(pack, block.slot)
+    return found is not None and found == (namespace.identity.digest[:16], namespace.format.name(block.key))
+
+
+def _read_envelopes(pack: Pack, namespace: PackNamespace) -> Iterator[SlotContent]:
+    """Yield the blocks whose envelopes are in the slots of a pack."""
+    own = namespace.identity.digest[:16]
+    for slot in range(pack.geometry.num_slots):
+        found = _read_envelope(pack, slot)
+        if found is not None and found[0] == own:
+            yield SlotContent(slot, namespace.format.key(found[1]))
+
+
+def _read_envelope(pack: Pack, slot: int) -> tuple[bytes, bytes] | None:
+    """Return the namespace and the name in a slot's header, None where it is none or cannot be read."""
+    page = allocate_page()
+    try:
+        if pack.read(slot, [page]) < len(page):
+            return None
+    except OSError:
+        return None
+    found = unpack(page)
+    return None if isinstance(found, HeaderCheck) else (found.namespace, found.key)
