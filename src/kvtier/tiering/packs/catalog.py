@@ -30,7 +30,7 @@ from kvtier.tiering.packs.neighbours import (
 )
 from kvtier.tiering.packs.open_packs import OpenPacks
 from kvtier.tiering.packs.pack import Pack
-from kvtier.tiering.packs.records import Change, Kind, Records, names_of
+from kvtier.tiering.packs.records import Change, Kind, Records, last_of_each, names_of
 from kvtier.tiering.packs.slot_table import SlotPin, SlotReservation, SlotTable
 
 logger = logging.getLogger(__name__)
@@ -45,9 +45,6 @@ reads more at the start."""
 
 MAX_GIVEN = 4
 """Packs given away last, which this process does not adopt: they are for the one that lacks room."""
-
-MAX_MISSING = 64
-"""Missing blocks that are looked for in other namespaces at a time; the latest are, where a prefix ends."""
 
 
 class PackCatalog:
@@ -87,7 +84,7 @@ class PackCatalog:
         self._namespace: PackNamespace | None = None
         self._released: deque[int] = deque()
         self._indexed = threading.Event()
-        self._missing: deque[OffloadKey] = deque(maxlen=MAX_MISSING)
+        self._is_missing = False
         self._given: deque[str] = deque(maxlen=MAX_GIVEN)
 
     # The namespace
@@ -281,16 +278,14 @@ class PackCatalog:
                 self._forget(namespace, pack)
         return namespace.neighbours.key_at(address) != key
 
-    def note_missing(self, key: OffloadKey) -> None:
-        """Have a block looked for in other namespaces. Thread: the scheduler's."""
-        self._missing.append(key)
+    def note_missing(self) -> None:
+        """Note that a block is missing. Thread: the scheduler's."""
+        self._is_missing = True
 
-    def take_missing(self) -> list[OffloadKey]:
-        """Return the blocks that were missing since the last call."""
-        missing = []
-        while self._missing:
-            missing.append(self._missing.popleft())
-        return missing
+    def take_missing(self) -> bool:
+        """Return whether any block was missing since the last call."""
+        is_missing, self._is_missing = self._is_missing, False
+        return is_missing
 
     def describe(self, address: int) -> str:
         """Return a slot in words."""
@@ -463,13 +458,6 @@ class PackCatalog:
 def _by_pack(addresses: Iterable[int]) -> Iterator[tuple[int, list[int]]]:
     for number, group in groupby(sorted(addresses), key=lambda address: address >> SLOT_BITS):
         yield number, list(group)
-
-
-def last_of_each(records: Records) -> Records:
-    """Return the last record of each slot, in the order of the journal. Pure."""
-    _, from_end = np.unique(records["slot"][::-1], return_index=True)
-    last: Records = records[np.sort(len(records) - 1 - from_end)]
-    return last
 
 
 def _in_order_of_use(records: Records, used_s: Times) -> Records:

@@ -223,11 +223,18 @@ class PackDirectory:
         self._seen_ns[namespace_name] = changed_ns if is_settled else None
         return True
 
-    def open(self, namespace_name: str, name: str) -> Pack | None:
-        """Open a pack for reading; None where it is gone, damaged or not of this kind."""
+    def open(self, namespace_name: str, name: str, *, has_own_rows: bool = True) -> Pack | None:
+        """Open a pack for reading; None where it is gone, damaged or not of this kind.
+
+        Args:
+            namespace_name: whose it is.
+            name: of its file.
+            has_own_rows: whether its blocks must be as long as this tier's.
+        """
         path = self.folder_of(namespace_name) / name
         with suppress(OSError):
-            return self._as_pack(path, self._open(path, os.O_RDONLY), is_own=False)
+            fd = self._open(path, os.O_RDONLY)
+            return self._as_pack(path, fd, is_own=False, has_own_rows=has_own_rows)
         return None
 
     def adopt(self, namespace_name: str, name: str) -> Pack | None:
@@ -333,12 +340,12 @@ class PackDirectory:
         found = path.parent.lstat()
         if not stat.S_ISDIR(found.st_mode) or judge(found, self.file_mode, os.geteuid(), os.getegid()):
             raise PermissionError(errno.EPERM, "is no folder of this user alone", str(path.parent))
-        if not PACK_NAME.fullmatch(path.with_suffix(PACK_SUFFIX).name):
+        if path.suffix not in {PACK_SUFFIX, NEW_SUFFIX} or not PACK_NAME.fullmatch(f"{path.stem}{PACK_SUFFIX}"):
             raise FileNotFoundError(errno.ENOENT, "no pack has such a name", str(path))
         direct = os.O_DIRECT if self.has_direct_io else 0
         return open_regular(self._calls, path, flags | direct, self.file_mode)
 
-    def _as_pack(self, path: Path, fd: int, *, is_own: bool) -> Pack | None:
+    def _as_pack(self, path: Path, fd: int, *, is_own: bool, has_own_rows: bool = True) -> Pack | None:
         """Return the pack in an open file, None where it is damaged or not of this kind; then the file is closed."""
         with suppress(OSError):
             page = allocate_page()
@@ -347,7 +354,7 @@ class PackDirectory:
             if (
                 header is not None
                 and header.namespace.hex() == path.parent.name
-                and header.geometry.row_bytes == self.geometry.row_bytes
+                and (not has_own_rows or header.geometry.row_bytes == self.geometry.row_bytes)
                 and header.geometry.file_bytes <= os.fstat(fd).st_size
             ):
                 return Pack(path, fd, header, next(_numbers), is_own=is_own, files=self._files)

@@ -6,17 +6,26 @@
 import os
 import secrets
 import stat
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from kvtier.base import OffloadKey
+from kvtier.departed import DepartedBlocks
+from kvtier.misses import Miss, MissCause
 from kvtier.namespace import Namespace
 from kvtier.tiering.kit.page_guard import MAX_PAGE_BYTES
-from kvtier.tiering.kit.siblings import Sibling, SiblingPlace, amount_in_words, log_siblings
+from kvtier.tiering.kit.siblings import (
+    SiblingPlace,
+    amount_in_words,
+    describe_siblings,
+    list_older,
+    log_older_layouts,
+    log_siblings,
+)
 from kvtier.tiering.packs.directory import PackDirectory
 from kvtier.tiering.packs.pack_files import NAMESPACE_NAME
-from kvtier.tiering.packs.records import Kind, names_of
+from kvtier.tiering.packs.records import Kind, last_of_each, names_of
 
 DOCUMENT_NAME = "namespace.json"
 PAGE_NAME = "probe.page"
@@ -30,8 +39,8 @@ where resets have made many."""
 MAX_SIBLING_PACKS = 64
 """Journals of one sibling that are read to look for blocks. More take longer, once a minute; fewer see less of it."""
 
-MAX_SIBLING_NAMES = 2**20
-"""Names of blocks of all siblings that are kept for a minute, about 100 bytes each."""
+MAX_SIBLING_BLOCKS = 2**20
+"""Blocks of all siblings that are remembered, 16 bytes each."""
 
 
 def write_beside(folder: Path, name: str, data: bytes, file_mode: int) -> None:
@@ -120,10 +129,11 @@ class PackPages:
             (self._directory.folder_of(name) / PAGE_NAME).unlink(missing_ok=True)
 
 
-class PackSiblings(SiblingPlace):
-    """The other namespaces of a directory, for blocks that this engine misses: their journals, read now and then.
+class PackSiblings:
+    """The blocks of other namespaces of the directory, for those that this engine misses: their journals, read at times.
 
-    Mutable are the names of blocks that the last reading found. One thread alone uses it.
+    Mutable is what the last reading found: the keeper's thread puts a whole one there, and the scheduler's thread alone
+    looks into it.
 
     Args:
         directory: where they are.
@@ -133,57 +143,66 @@ class PackSiblings(SiblingPlace):
     def __init__(self, directory: PackDirectory, tier: str) -> None:
         self._directory = directory
         self._tier = tier
-        self._own_name = ""
-        self._names: dict[str, set[bytes]] = {}
+        self._blocks: DepartedBlocks | None = None
+        self._suspected: Miss | None = None
+        self._is_first = True
 
-    def read_documents(self, own_name: str, max_namespaces: int) -> Sequence[tuple[str, str]]:
-        self._own_name = own_name
-        self._names = {}
-        del max_namespaces  # those that differ least are chosen among more
-        names = [name for name in list_namespaces(self._directory.root) if name != own_name]
-        return [(name, self._read_document(name)) for name in names[:MAX_READ_DOCUMENTS]]
+    def refresh(self, own: Namespace, *, is_empty: bool) -> None:
+        """Read what other namespaces hold; says once in the log that this one is empty where another is not.
 
-    def held_by(self, names: Sequence[str], keys: Sequence[OffloadKey]) -> str | None:
-        return next((name for name in names if not self._names_in(name).isdisjoint(keys)), None)
+        Args:
+            own: this namespace.
+            is_empty: whether it holds nothing.
+        """
+        names = [name for name in list_namespaces(self._directory.root) if name != own.name]
+        documents = [(name, self._read_document(name)) for name in names[:MAX_READ_DOCUMENTS]]
+        siblings = describe_siblings(self._tier, own, documents)
+        blocks = DepartedBlocks(MAX_SIBLING_BLOCKS)
+        num_blocks = 0
+        for sibling in siblings:
+            kind = blocks.add_kind(sibling.miss)
+            num_before = num_blocks
+            for keys in self._read_packs(sibling.name):
+                blocks.report(keys[: MAX_SIBLING_BLOCKS - num_blocks], kind)
+                num_blocks += len(keys)
+            if is_empty and self._is_first and num_blocks > num_before and not sibling.has_other_layout:
+                log_siblings(self._tier, own.name, sibling, str(num_blocks - num_before))
+                is_empty = False
+        other_keys = [sibling.miss for sibling in siblings if sibling.has_other_keys]
+        self._suspected = other_keys[0]._replace(cause=MissCause.NEVER_SEEN) if other_keys else None
+        self._blocks = blocks if num_blocks else None
+        if self._is_first and (older := list_older(documents)):
+            amount, where = self._measure({name for name, _ in older}), str(self._directory.root)
+            log_older_layouts(self._tier, amount, len(older), SiblingPlace.fate, where)
+        self._is_first = False
 
-    def held_in(self, name: str, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
-        names = self._names_in(name)
-        return [key for key in keys if key in names]
+    def explain(self, key: OffloadKey) -> Miss | None:
+        """Return in what the namespace differs that holds ``key``, or that would have it under another key."""
+        blocks = self._blocks
+        found = None if blocks is None else blocks.find(key)
+        return self._suspected if found is None else found.miss
 
-    def note_siblings(self, siblings: Sequence[Sibling]) -> None:
-        # Only an empty namespace suggests a mistake: one with blocks of its own shares the place with other models.
-        if not self._names_in(self._own_name) and (num := len(self._names_in(siblings[0].name))):
-            log_siblings(self._tier, self._own_name, siblings[0], str(num))
+    def clear(self) -> None:
+        """Forget what was found."""
+        self._blocks = self._suspected = None
 
-    def measure_older(self, documents: Sequence[tuple[str, str]]) -> str:
-        older = {name for name, _ in documents}
+    def _measure(self, names: Collection[str]) -> str:
         packs = self._directory.list_packs()
-        return amount_in_words(sum(pack.num_bytes for pack in packs if pack.namespace_name in older))
+        return amount_in_words(sum(pack.num_bytes for pack in packs if pack.namespace_name in names))
 
     def _read_document(self, name: str) -> str:
         found = read_beside(self._directory.folder_of(name), DOCUMENT_NAME, MAX_DOCUMENT_BYTES)
         return "" if found is None else found.decode("utf-8", "replace")
 
-    def _names_in(self, name: str) -> set[bytes]:
-        """Return the names of the blocks of a namespace, read once a listing. Encrypted ones match no key."""
-        if name not in self._names:
-            room = MAX_SIBLING_NAMES - sum(map(len, self._names.values()))
-            found: set[bytes] = set()
-            for names in self._read_packs(name):
-                if len(found) >= room:
-                    break
-                found.update(names)
-            self._names[name] = found
-        return self._names[name]
-
-    def _read_packs(self, namespace_name: str) -> Iterator[list[bytes]]:
+    def _read_packs(self, namespace_name: str) -> Iterator[list[OffloadKey]]:
+        """Yield the blocks of each pack of a namespace. Encrypted ones have names that are no engine's keys."""
         for name in sorted(self._directory.names(namespace_name))[:MAX_SIBLING_PACKS]:
-            pack = self._directory.open(namespace_name, name)
+            pack = self._directory.open(namespace_name, name, has_own_rows=False)
             if pack is None:
                 continue
             try:
                 with suppress(OSError):
-                    records = pack.journal.tail().records
-                    yield names_of(records[records["kind"] == Kind.STORED])
+                    held = last_of_each(pack.journal.tail().records)
+                    yield [OffloadKey(name) for name in names_of(held[held["kind"] == Kind.STORED])]
             finally:
                 pack.close()

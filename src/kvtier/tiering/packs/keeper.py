@@ -14,8 +14,8 @@ from contextlib import suppress
 
 from kvtier.errors import ConfigError, KVTierError, TierError
 from kvtier.tiering.kit.purging import Batches, Removed
-from kvtier.tiering.kit.siblings import SiblingNamespaces
 from kvtier.tiering.packs.catalog import PackCatalog
+from kvtier.tiering.packs.documents import PackSiblings
 from kvtier.tiering.packs.neighbours import SLOT_BITS, SLOT_MASK, PackNamespace, address_of
 from kvtier.tiering.packs.notes import Neighbour, NotesState, OthersNotes, OwnNotes, WantNote
 from kvtier.tiering.packs.purge_requests import (
@@ -62,6 +62,10 @@ ACKNOWLEDGE_S = 10.0
 """Seconds for which a purge waits for the owners of other packs."""
 
 
+NEVER_S = float("-inf")
+"""Of what has never been done."""
+
+
 class Keeper:
     """Keeps a tier up with its directory.
 
@@ -85,7 +89,7 @@ class Keeper:
         room: Room,
         process: str,
         capacity_bytes: int,
-        siblings: SiblingNamespaces,
+        siblings: PackSiblings,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
@@ -105,7 +109,8 @@ class Keeper:
         self._damaged: deque[tuple[str, int]] = deque(maxlen=MAX_DAMAGED)
         self._answered: OrderedDict[tuple[str, str, int], None] = OrderedDict()
         self._purged: OrderedDict[str, None] = OrderedDict()
-        self._next_keep_s = float("-inf")
+        self._next_keep_s = self._next_siblings_s = NEVER_S
+        self._siblings_of_ns = 0
         self._used_s = clock()
         self._is_whole: Callable[[PackNamespace, SlotPin], bool] | None = None
         self._remove_own: Callable[[str, int | None], Batches] | None = None
@@ -214,10 +219,14 @@ class Keeper:
         """Close a forked child's copy of the notes, whose lock says that this process lives."""
         self._notes.close_in_child()
 
-    def tick(self) -> None:
-        """Do what is due."""
+    def tick(self, *, is_due: bool = False) -> None:
+        """Do what is due.
+
+        Args:
+            is_due: whether everything is.
+        """
         now_s = self._clock()
-        is_due = now_s >= self._next_keep_s
+        is_due = is_due or now_s >= self._next_keep_s
         if is_due:
             self._next_keep_s = now_s + KEEP_S
             self._check_root()
@@ -334,9 +343,13 @@ class Keeper:
         }
 
     def _look_for_siblings(self, namespace: PackNamespace) -> None:
-        missing = self._catalog.take_missing()
-        if missing:
-            self._siblings.look_for(namespace.identity, missing)
+        """Read what other namespaces hold, at the start, and while blocks are missing when there may be others."""
+        is_missing, changed_ns = self._catalog.take_missing(), self._directory.root.stat().st_mtime_ns
+        is_out_of_date = self._clock() >= self._next_siblings_s or changed_ns != self._siblings_of_ns
+        if self._next_siblings_s == NEVER_S or (is_missing and is_out_of_date):
+            self._next_siblings_s, self._siblings_of_ns = self._clock() + SIBLINGS_S, changed_ns
+            is_empty = not self._catalog.stats()["indexed_blocks"]
+            self._siblings.refresh(namespace.identity, is_empty=is_empty)
 
     def _write_notes(self, namespace: PackNamespace) -> None:
         oldest, want = self._catalog.table.find_oldest(), self._room.want

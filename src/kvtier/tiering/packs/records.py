@@ -115,6 +115,13 @@ def names_of(records: Records) -> list[BlockName]:
     return [data[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
 
+def last_of_each(records: Records) -> Records:
+    """Return the last record of each slot, in the order of the journal. Pure."""
+    _, from_end = np.unique(records["slot"][::-1], return_index=True)
+    last: Records = records[np.sort(len(records) - 1 - from_end)]
+    return last
+
+
 def _checksums(records: Records, pack_id: bytes) -> npt.NDArray[np.uint64]:
     """Return the checksum of each record: its mixed words times odd numbers, summed modulo 2^64.
 

@@ -41,7 +41,7 @@ from kvtier.tiering.packs.slot_table import SlotPin
 logger = logging.getLogger(__name__)
 
 COUNTER_NAMES = (
-    "hits", "loaded_bytes", "absent", "damaged", "foreign", "io_error", "stale",
+    "hits", "loaded_bytes", "absent", "damaged", "foreign", "io_error",
     "stored_blocks", "stored_bytes", "declined", "store_errors",
 )  # fmt: skip
 """Counts that are there from the beginning; the first row is about loads, with the reasons of misses."""
@@ -174,12 +174,11 @@ class PackBlockStore(BlockStore[PackNamespace], PageKeeper[PackNamespace]):
             if address is not None:
                 moves.append(Move(key, address, self._rows.row(slot), pin))
         failures: dict[OffloadKey, TierFailure] = {}
-        num_stale = 0
         try:
             with self._catalog.packs.use({move.address >> SLOT_BITS for move in moves}) as packs:
                 for run in join_runs(moves, self._max_call_blocks):
                     failures |= self._read(namespace, packs, run)
-                num_stale = self._answer_failures(namespace, moves, failures)
+                self._answer_failures(namespace, moves, failures)
         finally:
             damaged = [key for key, failure in failures.items() if failure is not TierFailure.IO_ERROR]
             own = [move.pin for move in moves if move.pin is not None]
@@ -188,7 +187,7 @@ class PackBlockStore(BlockStore[PackNamespace], PageKeeper[PackNamespace]):
             self._catalog.drop_slots(self._table.take_undropped())
         self._keeper.note_reads([m.address for m in moves if m.pin is None and m.key not in failures])
         succeeded = [move.key for move in moves if move.key not in failures]
-        self._count_loads(len(succeeded), len(keys) - len(moves), failures.values(), num_stale)
+        self._count_loads(len(succeeded), len(keys) - len(moves), failures.values())
         faults = [key for key, failure in failures.items() if failure in FAULTS]
         return TransferOutcome(succeeded, is_fault=bool(faults), faults=faults)
 
@@ -329,36 +328,28 @@ class PackBlockStore(BlockStore[PackNamespace], PageKeeper[PackNamespace]):
 
     def _answer_failures(
         self, namespace: PackNamespace, moves: Sequence[Move], failures: dict[OffloadKey, TierFailure]
-    ) -> int:
-        """Tell blocks that were damaged from those that left meanwhile; return how many of the latter there are."""
-        num_stale = 0
+    ) -> None:
+        """Tell blocks that were damaged from those that left meanwhile, which are absent and no fault."""
         for move in moves:
             failure = failures.get(move.key)
             if failure is None or failure is TierFailure.IO_ERROR:
                 continue
             if move.pin is None and self._catalog.has_left(namespace, move.key, move.address):
                 failures[move.key] = TierFailure.ABSENT
-                num_stale += 1
                 continue
             where = self._catalog.describe(move.address)
             logger.warning("tier %s: the block in %s is %s", self._catalog.tier, where, failure.value)
             if move.pin is None:
                 self._report_damaged(namespace, move.key, move.address)
-        return num_stale
 
     def _report_damaged(self, namespace: PackNamespace, key: OffloadKey, address: int) -> None:
         """Leave a neighbour's block alone, and have its owner look at it."""
         if namespace.neighbours.forget(key, address):
             self._keeper.report_damaged(address)
 
-    def _count_loads(
-        self, num_arrived: int, num_absent: int, failures: Iterable[TierFailure], num_stale: int
-    ) -> None:
+    def _count_loads(self, num_arrived: int, num_absent: int, failures: Iterable[TierFailure]) -> None:
         self._counters.add(
-            hits=num_arrived,
-            loaded_bytes=num_arrived * self._rows.row_bytes,
-            absent=num_absent,
-            stale=num_stale,
+            hits=num_arrived, loaded_bytes=num_arrived * self._rows.row_bytes, absent=num_absent
         )
         for failure in failures:
             self._counters.add(**{failure.value: 1})

@@ -26,7 +26,6 @@ from kvtier.tiering.kit.backend import rows_of
 from kvtier.tiering.kit.disk import Durability, is_aligned, plan_num_threads
 from kvtier.tiering.kit.envelope import MAX_KEY_BYTES
 from kvtier.tiering.kit.lifetime import make_lifetime
-from kvtier.tiering.kit.siblings import SiblingNamespaces
 from kvtier.tiering.kit.tenant_counts import make_tenant_counts
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 from kvtier.tiering.packs.catalog import PackCatalog
@@ -109,9 +108,7 @@ class PackTier(
         self._catalog = catalog = PackCatalog(TIER_TYPE, directory, table, wall_clock, is_durable=is_durable)
         self._table = table
         room = Room(catalog, pack_settings.capacity_bytes, clock, wall_clock)
-        self._siblings = SiblingNamespaces(
-            TIER_TYPE, PackSiblings(directory, TIER_TYPE), clock, where=str(pack_settings.root_dir)
-        )
+        self._siblings = PackSiblings(directory, TIER_TYPE)
         self.keeper = Keeper(
             catalog, room, process, pack_settings.capacity_bytes, self._siblings, clock, wall_clock
         )
@@ -154,7 +151,7 @@ class PackTier(
         if is_held and self._guarded.is_open:
             return True
         if (is_complete and not is_held) or len(key) > MAX_KEY_BYTES:
-            catalog.note_missing(key)
+            catalog.note_missing()
             return False
         return self._lookup.lookup(key)
 
@@ -164,12 +161,15 @@ class PackTier(
         del req_context
         if not self._catalog.is_indexed:
             return Miss(MissCause.TIER_DOWN, TIER_TYPE, MappingProxyType({"reason": "indexing"}))
-        known = self.explain_unused(key) or self._losses.explain(key)
-        return known or self._siblings.explain(key)
+        known = self.explain_unused(key)
+        if known is None and not self._catalog.is_held(self._namespace, key):
+            known = self._losses.explain(key) or self._siblings.explain(key)
+        return known
 
     def reset(self, epoch: bytes) -> None:
         super().reset(epoch)
         self._losses.clear()
+        self._siblings.clear()
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._table.touch(self._namespace, keys)

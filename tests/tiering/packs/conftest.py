@@ -1,0 +1,32 @@
+"""Tiers below a directory of the test, ended with it."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.tiering.packs.engine import HANG_GUARD_S, start_driver
+
+from kvtier.testing.tier_driver import ROW_BYTES, TierDriver, make_config
+
+StartTier = Callable[..., TierDriver]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """The directory of the tiers of a test; it does not exist yet."""
+    return tmp_path / "packs"
+
+
+@pytest.fixture
+def start_tier(root: Path) -> Iterator[StartTier]:
+    """Build tiers that know what is in the directory, with something that drives them."""
+    drivers: list[TierDriver] = []
+
+    def start(model: str = "model-a", *, row_bytes: int = ROW_BYTES, **options: object) -> TierDriver:
+        config = make_config(model, row_bytes)
+        drivers.append(start_driver(config, row_bytes, **({"root_dir": root} | options)))
+        return drivers[-1]
+
+    yield start
+    for driver in drivers:
+        assert driver.tier.shutdown(HANG_GUARD_S)

@@ -1,0 +1,77 @@
+"""An engine's tier of packs whose keeper is the test's: other processes are looked at before each call, not in between."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from kvtier.base import OffloadKey, ReqContext
+from kvtier.config import OffloadingConfig
+from kvtier.testing.tier_driver import ROW_BYTES, TierDriver, make_rows
+from kvtier.tiering.base import NO_SETTINGS, JobMetadata, TierSettings
+from kvtier.tiering.packs import PackTier
+from kvtier.tiering.packs.directory import disk_bytes_of
+from kvtier.tiering.packs.pack_header import PackGeometry
+
+HANG_GUARD_S = 60.0
+
+NUM_PACK_SLOTS = 4
+"""Slots of a pack, unless a test says otherwise: few, so that a tier has several packs."""
+
+
+def bytes_of_packs(num_packs: int, num_slots: int = NUM_PACK_SLOTS, row_bytes: int = ROW_BYTES) -> int:
+    """Return the capacity that gives a directory so many packs of so many slots."""
+    return num_packs * disk_bytes_of(PackGeometry(row_bytes, num_slots))
+
+
+class AwakeTier(PackTier):
+    """A tier that learns what others have done whenever it is used."""
+
+    def __init__(
+        self,
+        config: OffloadingConfig,
+        primary_kv_view: memoryview,
+        settings: TierSettings = NO_SETTINGS,
+        **own: Any,  # Any: as the tier's own
+    ) -> None:
+        super().__init__(config, primary_kv_view, settings, **{"has_thread": False, **own})
+        self.keeper.tick()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        self.keeper.tick()
+        answer = super().lookup(key, req_context)
+        if answer is False:
+            self.keeper.tick(is_due=True)  # it looks whether another namespace holds the block
+        return answer
+
+    def submit_store(self, job: JobMetadata) -> None:
+        self.keeper.tick()
+        super().submit_store(job)
+
+    def submit_load(self, job: JobMetadata) -> None:
+        self.keeper.tick()
+        super().submit_load(job)
+
+    def reset(self, epoch: bytes) -> None:
+        super().reset(epoch)
+        self.keeper.tick()
+
+    def drain_evicted(self) -> Collection[OffloadKey] | None:
+        self.keeper.tick()
+        return super().drain_evicted()
+
+
+def start_driver(config: OffloadingConfig, row_bytes: int = ROW_BYTES, **options: object) -> TierDriver:
+    """Return a tier with something that drives it; one thread gives slots in the order of the keys."""
+    arguments: Mapping[str, object] = {
+        "capacity_bytes": bytes_of_packs(16, row_bytes=row_bytes),
+        "pack_bytes": bytes_of_packs(1, row_bytes=row_bytes),
+        "num_threads": 1,
+    }
+    rows = make_rows(row_bytes=row_bytes)
+    return TierDriver(AwakeTier(config, rows, **(dict(arguments) | options)), rows)
+
+
+def tick(drivers: Sequence[TierDriver]) -> None:
+    """Let each tier do what is due."""
+    for driver in drivers:
+        assert isinstance(driver.tier, PackTier)
+        driver.tier.keeper.tick()
