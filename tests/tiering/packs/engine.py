@@ -8,8 +8,7 @@ from kvtier.config import OffloadingConfig
 from kvtier.testing.tier_driver import ROW_BYTES, TierDriver, make_rows
 from kvtier.tiering.base import NO_SETTINGS, JobMetadata, TierSettings
 from kvtier.tiering.packs import PackTier
-from kvtier.tiering.packs.directory import disk_bytes_of
-from kvtier.tiering.packs.pack_header import PackGeometry
+from kvtier.tiering.packs.pack_header import PackGeometry, disk_bytes_of
 
 HANG_GUARD_S = 60.0
 

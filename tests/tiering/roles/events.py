@@ -127,7 +127,7 @@ class Events(RoleSuite):
         assert driver.store([0]).success
         assert take(driver) == {1}
 
-    @needs("evictions")
+    @needs("evictions", "small jobs")
     def test_an_eviction_is_not_told_before_its_store_is_reported(self) -> None:
         driver = self.start_small()
         for number in range(100, 100 + 2 * self.num_small):

@@ -12,6 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
+from kvtier.departed import Loss
 from kvtier.errors import ConfigError, KVTierError, TierError
 from kvtier.tiering.kit.purging import Batches, Removed
 from kvtier.tiering.packs.catalog import PackCatalog
@@ -19,6 +20,8 @@ from kvtier.tiering.packs.documents import PackSiblings
 from kvtier.tiering.packs.neighbours import SLOT_BITS, SLOT_MASK, PackNamespace, address_of
 from kvtier.tiering.packs.notes import Neighbour, NotesState, OthersNotes, OwnNotes, WantNote
 from kvtier.tiering.packs.purge_requests import (
+    ACKNOWLEDGE_S,
+    NamedBlock,
     drop_request,
     make_request,
     read_requests,
@@ -58,8 +61,9 @@ MAX_DAMAGED = 64
 MAX_ANSWERED = 4096
 """Reports of damage and purges that are remembered as answered."""
 
-ACKNOWLEDGE_S = 10.0
-"""Seconds for which a purge waits for the owners of other packs."""
+USE_MARGIN_S = 2
+"""A block counts as used since its record was written if it was used later by more than this. Less takes the end of its
+store for a use; more removes blocks that were used seconds ago."""
 
 
 NEVER_S = float("-inf")
@@ -108,7 +112,9 @@ class Keeper:
         self._reads: deque[int] = deque(maxlen=MAX_UNSENT)
         self._damaged: deque[tuple[str, int]] = deque(maxlen=MAX_DAMAGED)
         self._answered: OrderedDict[tuple[str, str, int], None] = OrderedDict()
+        self._granted: dict[str, float] = {}
         self._purged: OrderedDict[str, None] = OrderedDict()
+        self._purged_s = float("-inf")
         self._next_keep_s = self._next_siblings_s = NEVER_S
         self._siblings_of_ns = 0
         self._used_s = clock()
@@ -190,7 +196,7 @@ class Keeper:
             return
         request = make_request(namespace_name, tenant)
         try:
-            write_request(self._directory.root, request)
+            write_request(self._directory.root, request, self._directory.file_mode)
             end_s = self._clock() + ACKNOWLEDGE_S
             while waiting := self._not_done(request.id, others):
                 if self._clock() > end_s:
@@ -204,7 +210,7 @@ class Keeper:
             raise TierError(self._catalog.tier, f"the purge was not asked for: {error}") from error
         finally:
             with suppress(OSError):
-                drop_request(self._directory.root, request.id)
+                drop_request(self._directory.root, request.id, self._directory.file_mode)
 
     def stop(self) -> None:
         """End the thread and remove the notes."""
@@ -238,6 +244,8 @@ class Keeper:
             self._catalog.poll(adopts=is_due and not self._catalog.is_indexed and self._is_alone())
         if is_due:
             self._keep()
+        elif now_s - self._purged_s < ACTIVE_S and self._answer_purges(self._catalog.namespace):
+            self._write_notes(self._catalog.namespace)  # a purge of many blocks asks again and again
 
     def _work(self) -> None:
         while not self._is_stopped.is_set():
@@ -254,9 +262,9 @@ class Keeper:
         self._living = self._others.poll()
         states = [one.state for one in self._living]
         self._room.set_limit(state.capacity_bytes for state in states)
-        has_readers = any(state.namespace == namespace.name for state in states)
+        num_others = sum(state.namespace == namespace.name for state in states)
         ahead_slots = min(MAX_AHEAD_SLOTS, self._directory.geometry.num_slots // AHEAD_SHARE)
-        self._catalog.table.set_ahead(ahead_slots if has_readers else 0)
+        self._catalog.table.set_ahead(ahead_slots if num_others else 0)
         foreign = self._catalog.check_own()
         if foreign is not None:
             self._refuse_locks(str(foreign.path))
@@ -269,7 +277,7 @@ class Keeper:
             self._answer_damage(namespace, own_packs, one)
         self._give_room()
         self._answer_purges(namespace)
-        self._catalog.drop_slots(self._catalog.table.take_expired())
+        self._catalog.drop_slots(self._catalog.table.take_overdue(1 + num_others))
         self._look_for_siblings(namespace)
         self._write_notes(namespace)
         self._others.remove_dead(self._directory.locked)
@@ -292,7 +300,7 @@ class Keeper:
         own = Tail(self._process, oldest[0])
         for one in self._living:
             wish = one.state.wants
-            if wish is None:
+            if wish is None or self._granted.get(one.process) == wish.since_s:
                 continue
             want = Want(wish.namespace, wish.since_s, wish.oldest_used_s)
             tails = [
@@ -303,6 +311,7 @@ class Keeper:
             if gives(own, tails, want):
                 is_same = want.namespace == self._catalog.namespace.name
                 self._catalog.give(oldest[1], is_first_to_go=not is_same)
+                self._granted = {one.process: wish.since_s}
                 return
 
     def _answer_damage(self, namespace: PackNamespace, own_packs: dict[bytes, int], one: Neighbour) -> None:
@@ -321,20 +330,49 @@ class Keeper:
                 self._catalog.table.complete_load((pin,), () if is_whole else (pin.key,))
         self._catalog.drop_slots(self._catalog.table.take_undropped(), erases=True)
 
-    def _answer_purges(self, namespace: PackNamespace) -> None:
-        for request in read_requests(self._directory.root):
+    def _answer_purges(self, namespace: PackNamespace) -> bool:
+        """Carry out the purges that are asked for; return whether there were any."""
+        num_before = len(self._purged)
+        for request in read_requests(self._directory.root, self._directory.file_mode):
             if request.id in self._purged:
                 continue
-            if request.namespace in {None, namespace.name} and self._remove_own is not None:
-                try:
+            try:
+                if request.blocks is not None:
+                    self._remove_named(namespace, request.blocks)
+                elif request.namespace in {None, namespace.name} and self._remove_own is not None:
                     for _ in self._remove_own(namespace.name, request.tenant):
                         pass
-                except KVTierError as error:
-                    logger.warning("tier %s: a purge has failed: %s", self._catalog.tier, error)
-                    continue
+            except KVTierError as error:
+                logger.warning("tier %s: a purge has failed: %s", self._catalog.tier, error)
+                continue
             self._purged[request.id] = None
-            while len(self._purged) > MAX_ANSWERED:
-                self._purged.popitem(last=False)
+            self._purged_s = self._used_s = self._clock()
+        is_new = len(self._purged) > num_before
+        while len(self._purged) > MAX_ANSWERED:
+            self._purged.popitem(last=False)
+        return is_new
+
+    def _remove_named(self, namespace: PackNamespace, blocks: Iterable[NamedBlock]) -> None:
+        """Drop own slots that hold the blocks that a purge names, as far as those were not used meanwhile.
+
+        Raises:
+            TierError: a slot could not be dropped.
+        """
+        table, own_packs = self._catalog.table, self._own_packs()
+        times = {number: table.used_times(number) for number in own_packs.values()}
+        for pack_id, slot, name, listed_s in blocks:
+            number = own_packs.get(bytes.fromhex(pack_id)[:8], 0)
+            used_s = times.get(number)
+            if used_s is None or slot >= len(used_s):
+                continue
+            if listed_s is not None and used_s[slot] > listed_s + USE_MARGIN_S:
+                continue
+            pin = table.pin_slot(address_of(number, slot))
+            if pin is not None:
+                is_named = namespace.format.name(pin.key).hex() == name
+                table.complete_load((pin,), (pin.key,) if is_named else (), Loss.PURGED)
+        if failed := self._catalog.drop_slots(table.take_undropped(), erases=True):
+            raise TierError(self._catalog.tier, f"{len(failed)} slots could not be dropped: see the log")
 
     def _not_done(self, request_id: str, asked: set[str]) -> set[str]:
         """Return the processes that live and have not carried out a purge."""

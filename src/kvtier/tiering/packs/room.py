@@ -35,7 +35,7 @@ class Want(NamedTuple):
 
     Attributes:
         namespace: name of the namespace that lacks room.
-        since_s: since when, seconds since 1970.
+        since_s: when it was last tried for, seconds since 1970; each try is answered once.
         oldest_used_s: when the wisher's own oldest block was last used; None: it has none.
     """
 
@@ -119,8 +119,8 @@ class Room:
                 self.want = None
             else:
                 oldest = self._catalog.table.find_oldest()
-                since_s = self._wall_clock() if self.want is None else self.want.since_s
-                self.want = Want(self._catalog.namespace.name, since_s, None if oldest is None else oldest[0])
+                used_s = None if oldest is None else oldest[0]
+                self.want = Want(self._catalog.namespace.name, self._wall_clock(), used_s)
                 return False
         except OSError as error:
             self._outage.on_failure("room", f"no pack can be made: {error}")

@@ -360,11 +360,18 @@ class SlotTable:
             drops, self._undropped = self._undropped, []
             return SlotReservation(drops=drops)
 
-    def take_expired(self) -> SlotReservation:
-        """Drop blocks that are over and not in use; return all undropped slots, for ``complete_drops``."""
+    def take_overdue(self, num_processes: int) -> SlotReservation:
+        """Drop blocks that are over, and those of tenants beyond their quotas; return all undropped slots.
+
+        Args:
+            num_processes: how many use the namespace: each evicts a share of what is beyond, this one too.
+        """
         with self._lock:
             if self._expiry is not None:
                 self._drop_if_over(self._expiry, self._expiry.list_oldest_over())
+            if self._tenant_counts is not None and self._tenant_counts.has_quotas:
+                for number, excess in self._tenant_counts.rank_beyond(())[0]:
+                    self._evict(self._evict_of(number, -(-excess // num_processes), ()))
             return self.take_undropped()
 
     def complete_store(
@@ -615,17 +622,20 @@ class SlotTable:
         while num_any and self._unused:
             victims.append(self._unused.popitem(last=False))
             num_any -= 1
-        victims += self._own.evict(num_any, protected)
-        for _, status in victims:
-            self._vacate(status.block_id)
-        self._num_evicted += len(victims)
-        self._note_gone([key for key, _ in victims], Loss.EVICTED)
+        self._evict(victims + self._own.evict(num_any, protected))
         drops, self._undropped = self._undropped, []
         slots = [self._free.popleft() for _ in range(min(num, len(self._free)))]
         slots += drops[: num - len(slots)]
         while len(slots) < num and self._failed:
             slots.append(self._failed.popleft())
         return slots, drops
+
+    def _evict(self, victims: Sequence[tuple[OffloadKey, BlockStatus]]) -> None:
+        """Note that blocks were evicted."""
+        for _, status in victims:
+            self._vacate(status.block_id)
+        self._num_evicted += len(victims)
+        self._note_gone([key for key, _ in victims], Loss.EVICTED)
 
     def _evict_beyond(
         self, missing: Sequence[OffloadKey], num: int, protected: Collection[OffloadKey]

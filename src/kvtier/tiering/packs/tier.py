@@ -29,11 +29,12 @@ from kvtier.tiering.kit.lifetime import make_lifetime
 from kvtier.tiering.kit.tenant_counts import make_tenant_counts
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 from kvtier.tiering.packs.catalog import PackCatalog
-from kvtier.tiering.packs.directory import PackDirectory, disk_bytes_of
+from kvtier.tiering.packs.directory import PackDirectory
 from kvtier.tiering.packs.documents import PackSiblings
 from kvtier.tiering.packs.expiry import SlotExpiry
 from kvtier.tiering.packs.keeper import Keeper
 from kvtier.tiering.packs.neighbours import Neighbours, PackNamespace
+from kvtier.tiering.packs.pack_header import disk_bytes_of
 from kvtier.tiering.packs.room import Room
 from kvtier.tiering.packs.settings import PackSettings, plan_max_task_blocks
 from kvtier.tiering.packs.slot_table import SlotTable
