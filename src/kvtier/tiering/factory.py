@@ -15,13 +15,16 @@ from kvtier.tiering.base import COMMON_SETTINGS, SecondaryTierManager, TierSetti
 TIER = "secondary tier"
 """The kind of its errors."""
 
+SLAB_REMEDY = (
+    'no longer comes with kvtier: write {"type": "fs", "root_dir": "/a/directory", "capacity_bytes": ...}, which '
+    "engines may share; what the file of the slab holds is not read"
+)
+
 TIERS: Registry[type[SecondaryTierManager]] = Registry(
     TIER,
     {
         "example": "kvtier.tiering.example:ExampleSecondaryTier",
-        "fs": "kvtier.tiering.fs:FSTier",
-        "packs": "kvtier.tiering.packs:PackTier",
-        "slab": "kvtier.tiering.slab:SlabTier",
+        "fs": "kvtier.tiering.packs:PackTier",
         "obj": "kvtier.tiering.obj:ObjTier",
         "valkey": "kvtier.tiering.valkey:ValkeyTier",
         "mooncake": "kvtier.tiering.mooncake:MooncakeTier",
@@ -31,9 +34,10 @@ TIERS: Registry[type[SecondaryTierManager]] = Registry(
     meant={
         **dict.fromkeys(("redis", "keydb", "dragonfly"), ("valkey",)),
         **dict.fromkeys(("s3", "minio", "gcs", "gs", "azure", "az", "object", "bucket"), ("obj",)),
-        **dict.fromkeys(("disk", "file", "files", "filesystem", "nfs"), ("fs",)),
-        **dict.fromkeys(("ssd", "nvme"), ("slab", "fs")),
+        **dict.fromkeys(("nfs", "smb", "cifs", "lustre"), ("obj",)),
+        **dict.fromkeys(("disk", "file", "files", "filesystem", "ssd", "nvme", "packs"), ("fs",)),
     },
+    removed={"slab": SLAB_REMEDY},
 )
 """A tier of your own is named ``"package.module:MyTier"``, or by a package's entry point in ``kvtier.tiers``."""
 

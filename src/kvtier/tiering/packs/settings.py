@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvtier.errors import ConfigError
 from kvtier.settings import absolute_path, flag, setting, size_bytes
-from kvtier.tiering.kit.disk import DIRECT_IO, DURABILITY, Durability, num_threads_setting
+from kvtier.tiering.kit.disk import DIRECT_IO, DURABILITY, NUM_THREADS, Durability
 from kvtier.tiering.kit.lifetime import TTL
 
 DEFAULT_FILE_MODE = 0o600
@@ -82,7 +82,7 @@ class PackSettings:
     direct_io: bool | None = field(default=None, metadata=DIRECT_IO)
     ttl_s: float | None = field(default=None, metadata=TTL)
     durability: Durability = field(default=Durability.NONE, metadata=DURABILITY)
-    num_threads: int | None = field(default=None, metadata=num_threads_setting())
+    num_threads: int | None = field(default=None, metadata=NUM_THREADS)
 
 
 def plan_max_task_blocks(row_bytes: int) -> int:

@@ -41,7 +41,7 @@ from kvtier.tiering.packs.slot_table import SlotTable
 from kvtier.tiering.packs.store import PackBlockStore
 from kvtier.tiering.packs.system_calls import REAL_CALLS, SystemCalls
 
-TIER_TYPE = "packs"
+TIER_TYPE = "fs"
 
 DEFAULT_POLICY = "lru"
 
