@@ -151,10 +151,8 @@ def _parse(found: object) -> PurgeRequest | None:
     )
     if not is_one:
         return None
-    named = tuple(one for one in map(_parse_block, blocks or ()) if one is not None)
-    if blocks is not None and len(named) < len(blocks):
-        return None
-    return PurgeRequest(request_id, namespace, tenant, since_s, None if blocks is None else named)
+    named = None if blocks is None else tuple(one for one in map(_parse_block, blocks) if one is not None)
+    return PurgeRequest(request_id, namespace, tenant, since_s, named)
 
 
 def _parse_block(found: object) -> NamedBlock | None:
