@@ -483,7 +483,7 @@ def _contents_of(records: Records, namespace: PackNamespace) -> Iterator[SlotCon
 def _is_there(pack: Pack, namespace: PackNamespace, block: SlotContent) -> bool:
     """Return whether the envelope in a slot is of the block that the journal has."""
     assert block.key is not None, "a slot that holds nothing is not read"
-    found = _read_envelope(pack, block.slot)
+    found = read_envelope(pack, block.slot)
     return found is not None and found == (namespace.identity.digest[:16], namespace.format.name(block.key))
 
 
@@ -491,12 +491,12 @@ def _read_envelopes(pack: Pack, namespace: PackNamespace) -> Iterator[SlotConten
     """Yield the blocks whose envelopes are in the slots of a pack."""
     own = namespace.identity.digest[:16]
     for slot in range(pack.geometry.num_slots):
-        found = _read_envelope(pack, slot)
+        found = read_envelope(pack, slot)
         if found is not None and found[0] == own:
             yield SlotContent(slot, namespace.format.key(found[1]))
 
 
-def _read_envelope(pack: Pack, slot: int) -> tuple[bytes, bytes] | None:
+def read_envelope(pack: Pack, slot: int) -> tuple[bytes, bytes] | None:
     """Return the namespace and the name in a slot's header, None where it is none or cannot be read."""
     page = allocate_page()
     try:
