@@ -17,7 +17,6 @@ from tests.tiering.packs.peer import Peer
 
 from kvtier.tiering.packs.directory_lock import DirectoryLock
 from kvtier.tiering.packs.notes import (
-    _HEAD,
     MAX_DAMAGED,
     MAX_PURGES,
     MAX_USES,
@@ -26,7 +25,7 @@ from kvtier.tiering.packs.notes import (
     OthersNotes,
     OwnNotes,
     WantNote,
-    _digest,
+    seal_notes,
 )
 
 PACK_IDS = [bytes([number]) * 8 for number in range(4)]
@@ -44,7 +43,7 @@ STATES = st.builds(
     damaged=st.lists(st.tuples(HEX, st.integers(0, 2**32 - 1)), max_size=3).map(tuple),
     purges=st.lists(HEX, max_size=3).map(tuple),
     pid=st.integers(0, 2**22),
-    host=st.text(max_size=20),
+    host=st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=64),
 )
 
 
@@ -87,13 +86,20 @@ def test_a_state_says_what_was_put_into_it(state: NotesState) -> None:
 
 def test_the_longest_state_fits() -> None:
     damaged = tuple(("ff" * 16, 2**32 - number) for number in range(1000))
-    purges = tuple(f"{number:016x}" for number in range(1000))
-    wants = WantNote("f" * 32, 1e300 / 3, 1e300 / 3)
-    longest = NotesState("f" * 32, 2**62, 1 / 3, wants, damaged, purges, 2**22, "\U0001f600" * 255)
+    purges = tuple(f"{number:032x}" for number in range(1000))
+    wants = WantNote("f" * 32, 1e12 / 3, -1e12 / 3)
+    longest = NotesState("f" * 32, 2**62, 1e-300 / 3, wants, damaged, purges, 2**22, '"' * 64)
     packed = longest.pack()
     assert len(packed) == STATE_BYTES
-    found = NotesState.unpack(longest.pack().replace(b"1e+300", b"1e+300"))
-    assert found is None or (found.damaged, found.purges) == (damaged[-MAX_DAMAGED:], purges[-MAX_PURGES:])
+    expected = replace(longest, damaged=damaged[-MAX_DAMAGED:], purges=purges[-MAX_PURGES:])
+    assert NotesState.unpack(packed) == expected
+
+
+@pytest.mark.parametrize("host", [5, None, "\x1b[31m", "a\nb", "\ud800", "h\u00f4te"])
+def test_a_host_that_a_terminal_cannot_show_is_left_out(host: object) -> None:
+    found = NotesState.unpack(seal_notes(json.dumps(DOCUMENT | {"host": host}).encode()))
+    assert found is not None
+    assert found.host == ""
 
 
 def test_a_state_with_a_wrong_byte_or_cut_says_nothing() -> None:
@@ -104,11 +110,6 @@ def test_a_state_with_a_wrong_byte_or_cut_says_nothing() -> None:
         assert NotesState.unpack(page[:at] + bytes([page[at] ^ 1]) + page[at + 1 :]) is None
 
 
-def sealed(data: bytes) -> bytes:
-    """Return the first part of a file whose checksum is right."""
-    return (_HEAD.pack(b"KVTNOTES", len(data), _digest(data)) + data).ljust(STATE_BYTES, b"\0")
-
-
 DOCUMENT: dict[str, Any] = {
     "version": 1, "namespace": NAMESPACE, "capacity_bytes": 1, "oldest_used_s": None, "wants": None, "damaged": [],
     "purges": [], "pid": 1, "host": "h",
@@ -116,7 +117,7 @@ DOCUMENT: dict[str, Any] = {
 
 
 def test_a_state_that_says_what_cannot_be_says_nothing() -> None:
-    assert NotesState.unpack(sealed(json.dumps(DOCUMENT).encode())) is not None
+    assert NotesState.unpack(seal_notes(json.dumps(DOCUMENT).encode())) is not None
     wrong: list[tuple[str, object]] = [
         ("version", 2), ("version", None), ("namespace", "../../etc"), ("namespace", 5), ("namespace", "abc"),
         ("capacity_bytes", -1), ("capacity_bytes", 2**64), ("capacity_bytes", True), ("capacity_bytes", 1.5),
@@ -128,17 +129,20 @@ def test_a_state_that_says_what_cannot_be_says_nothing() -> None:
         ("purges", [5]), ("purges", "abc"), ("purges", None), ("pid", "1"),
     ]  # fmt: skip
     for name, value in wrong:
-        assert NotesState.unpack(sealed(json.dumps(DOCUMENT | {name: value}).encode())) is None, (name, value)
+        assert NotesState.unpack(seal_notes(json.dumps(DOCUMENT | {name: value}).encode())) is None, (
+            name,
+            value,
+        )
     for name in DOCUMENT:
         missing = {key: value for key, value in DOCUMENT.items() if key != name}
-        assert NotesState.unpack(sealed(json.dumps(missing).encode())) is None, name
+        assert NotesState.unpack(seal_notes(json.dumps(missing).encode())) is None, name
     for data in (b"[" * 8000, b"", b"null", b"[]", b'"x"', b"\xff\xfe", b"1" * 8000):
-        assert NotesState.unpack(sealed(data)) is None
+        assert NotesState.unpack(seal_notes(data)) is None
 
 
 def test_lists_of_a_hostile_state_are_cut() -> None:
     document = DOCUMENT | {"damaged": [["ab", 1]] * 200, "purges": ["ab"] * 200}
-    found = NotesState.unpack(sealed(json.dumps(document, separators=(",", ":")).encode()))
+    found = NotesState.unpack(seal_notes(json.dumps(document, separators=(",", ":")).encode()))
     assert found is not None
     assert (len(found.damaged), len(found.purges)) == (MAX_DAMAGED, MAX_PURGES)
 

@@ -78,7 +78,8 @@ def test_what_is_no_list_of_requests_is_none(data: bytes) -> None:
         ("id", "0123456789abcdeg"), ("id", "../../x"), ("id", None), ("id", ["0123456789abcdef"]),
         ("namespace", "../x"), ("namespace", 5), ("namespace", NAMESPACE + "0"),
         ("tenant", True), ("tenant", -1), ("tenant", 1.5), ("tenant", "1"), ("tenant", 2**64),
-        ("since_s", float("nan")), ("since_s", float("inf")), ("since_s", "now"), ("since_s", None), ("since_s", 10**300),
+        ("since_s", float("nan")), ("since_s", float("inf")), ("since_s", "now"), ("since_s", None),
+        ("since_s", 10**300),
         ("blocks", 5), ("blocks", {}), ("blocks", [["ab" * 16, 1, "ab", None]] * (MAX_BLOCKS + 1)),
     ],
 )  # fmt: skip

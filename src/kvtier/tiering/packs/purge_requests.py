@@ -141,10 +141,9 @@ def _parse(found: object) -> PurgeRequest | None:
         return None
     request_id, namespace, tenant, since_s, blocks = found
     is_one = (
-        isinstance(request_id, str)
-        and _ID.fullmatch(request_id)
-        and (namespace is None or (isinstance(namespace, str) and _NAMESPACE.fullmatch(namespace)))
-        and (tenant is None or (type(tenant) is int and 0 <= tenant < 2**64))
+        _matches(_ID, request_id)
+        and (namespace is None or _matches(_NAMESPACE, namespace))
+        and (tenant is None or _is_below(2**64, tenant))
         and type(since_s) in (int, float)
         and abs(since_s) < MAX_TIME_S
         and (blocks is None or (isinstance(blocks, list) and len(blocks) <= MAX_BLOCKS))
@@ -160,15 +159,20 @@ def _parse_block(found: object) -> NamedBlock | None:
         return None
     pack_id, slot, name, used_s = found
     is_one = (
-        isinstance(pack_id, str)
-        and _PACK_ID.fullmatch(pack_id)
-        and type(slot) is int
-        and 0 <= slot < MAX_SLOTS
-        and isinstance(name, str)
-        and _NAME.fullmatch(name)
-        and (used_s is None or (type(used_s) is int and 0 <= used_s < 2**64))
+        _matches(_PACK_ID, pack_id)
+        and _is_below(MAX_SLOTS, slot)
+        and _matches(_NAME, name)
+        and (used_s is None or _is_below(2**64, used_s))
     )
     return NamedBlock(pack_id, slot, name, used_s) if is_one else None
+
+
+def _matches(pattern: re.Pattern[str], value: object) -> bool:
+    return isinstance(value, str) and pattern.fullmatch(value) is not None
+
+
+def _is_below(end: int, value: object) -> bool:
+    return type(value) is int and 0 <= value < end
 
 
 def _change(root: Path, change: Callable[[list[PurgeRequest]], list[PurgeRequest]], file_mode: int) -> None:
