@@ -148,6 +148,8 @@ class PackCatalog:
                     self._forget(namespace, pack) if pack.is_lost() else self._tail(namespace, pack)
             if namespace is self._namespace:
                 self._indexed.set()
+            else:
+                self._released.extend(namespace.neighbours.clear())
 
     def check_own(self) -> Pack | None:
         """Forget own packs that were removed or cut; return one that another process writes as well."""
@@ -218,7 +220,9 @@ class PackCatalog:
             self._given.append(pack.name)
             blocks = self.table.remove_pack(number) or []
             reader = self.directory.open(namespace.name, pack.name)
-            if reader is not None:
+            if reader is None:
+                self.table.report_gone([block.key for block in blocks if block.key is not None])
+            else:
                 self._add_reader(namespace, reader, blocks)
             end = partial(self._release, used_s=used_s, is_first_to_go=is_first_to_go)
             self.packs.retire(number, end)
@@ -357,9 +361,7 @@ class PackCatalog:
             logger.warning(
                 "tier %s: %s was removed: its %d blocks are misses", self.tier, pack.path, len(blocks)
             )
-            self._note(
-                namespace, Difference(removed=[block.key for block in blocks if block.key is not None])
-            )
+            self.table.report_gone([block.key for block in blocks if block.key is not None])
         self.packs.retire(pack.number, Pack.close)
 
     def _adopt(self, namespace: PackNamespace, name: str) -> bool:
@@ -483,7 +485,7 @@ def _contents_of(records: Records, namespace: PackNamespace) -> Iterator[SlotCon
 def _is_there(pack: Pack, namespace: PackNamespace, block: SlotContent) -> bool:
     """Return whether the envelope in a slot is of the block that the journal has."""
     assert block.key is not None, "a slot that holds nothing is not read"
-    found = _read_envelope(pack, block.slot)
+    found = read_envelope(pack, block.slot)
     return found is not None and found == (namespace.identity.digest[:16], namespace.format.name(block.key))
 
 
@@ -491,12 +493,12 @@ def _read_envelopes(pack: Pack, namespace: PackNamespace) -> Iterator[SlotConten
     """Yield the blocks whose envelopes are in the slots of a pack."""
     own = namespace.identity.digest[:16]
     for slot in range(pack.geometry.num_slots):
-        found = _read_envelope(pack, slot)
+        found = read_envelope(pack, slot)
         if found is not None and found[0] == own:
             yield SlotContent(slot, namespace.format.key(found[1]))
 
 
-def _read_envelope(pack: Pack, slot: int) -> tuple[bytes, bytes] | None:
+def read_envelope(pack: Pack, slot: int) -> tuple[bytes, bytes] | None:
     """Return the namespace and the name in a slot's header, None where it is none or cannot be read."""
     page = allocate_page()
     try:

@@ -11,19 +11,17 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.tiering.kit.backend import allocate_page
 from kvtier.tiering.kit.disk import ALIGNMENT_BYTES
-from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
 from kvtier.tiering.kit.mount import MountPoint
 from kvtier.tiering.kit.private_folders import find_refusal, judge, make_folder, make_folders
 from kvtier.tiering.packs.directory_lock import DirectoryLock
 from kvtier.tiering.packs.file_systems import refusal, require_unshared, try_file_system
-from kvtier.tiering.packs.journal import reserved_bytes
 from kvtier.tiering.packs.pack import Pack, PackFiles, page_of, read_boot
 from kvtier.tiering.packs.pack_files import (
     JOURNAL_SUFFIX,
@@ -38,11 +36,10 @@ from kvtier.tiering.packs.pack_files import (
     list_packs,
 )
 from kvtier.tiering.packs.pack_header import (
-    MAX_PACK_BYTES,
-    SLOTS_OFFSET,
     OwnerMark,
-    PackGeometry,
     PackHeader,
+    disk_bytes_of,
+    plan_geometry,
 )
 from kvtier.tiering.packs.system_calls import (
     PRIVATE_MODE,
@@ -53,13 +50,6 @@ from kvtier.tiering.packs.system_calls import (
 )
 
 RELEASED_NAME = ".released"
-
-NUM_PACKS = 64
-"""Packs in the capacity. More are shared more evenly between processes; fewer are opened and polled sooner."""
-
-MIN_PACK_BYTES = 128 * 2**10
-"""Length of a pack in a small capacity, unless that is more than a quarter of it. Header and journal take 12 KiB at
-least: in shorter packs much of the capacity would be theirs."""
 
 SETTLED_NS = 50_000_000
 """Nanoseconds after which a folder's time of change is taken for that of no later change: the file system's clock ticks
@@ -84,30 +74,6 @@ class PackStatus(NamedTuple):
     num_bytes: int
     used_s: float
     is_owned: bool
-
-
-def plan_geometry(row_bytes: int, capacity_bytes: int, pack_bytes: int | None = None) -> PackGeometry:
-    """Return how new packs are divided. Pure.
-
-    Args:
-        row_bytes: length of a block.
-        capacity_bytes: of the directory.
-        pack_bytes: about the length of a pack; None: a 64th of the capacity.
-    """
-    if pack_bytes is None:
-        pack_bytes = max(capacity_bytes // NUM_PACKS, min(MIN_PACK_BYTES, capacity_bytes // 4))
-    room_bytes = min(pack_bytes, MAX_PACK_BYTES) - SLOTS_OFFSET - reserved_bytes(1)
-    num_slots = max(1, room_bytes // PackGeometry(row_bytes, 0).slot_bytes)
-    # The journal's room grows with the slots; one that rounds up to another page costs a slot at most.
-    while num_slots > 1 and disk_bytes_of(PackGeometry(row_bytes, num_slots)) > pack_bytes:
-        num_slots -= max(1, num_slots // 64)
-    return PackGeometry(row_bytes, num_slots)
-
-
-def disk_bytes_of(geometry: PackGeometry) -> int:
-    """Return what a pack and its journal take of the disk, in whole pages. Pure."""
-    num_pages = -(-geometry.file_bytes // HEADER_PAGE_BYTES)
-    return num_pages * HEADER_PAGE_BYTES + reserved_bytes(geometry.num_slots)
 
 
 class PackDirectory:
@@ -237,12 +203,12 @@ class PackDirectory:
             return self._as_pack(path, fd, is_own=False, has_own_rows=has_own_rows)
         return None
 
-    def adopt(self, namespace_name: str, name: str) -> Pack | None:
-        """Become the owner of a pack; None where it has one, is gone, damaged or not of this kind."""
+    def adopt(self, namespace_name: str, name: str, *, has_own_rows: bool = True) -> Pack | None:
+        """Become the owner of a pack, as ``open``; None also where it has one."""
         path = self.folder_of(namespace_name) / name
         with suppress(OSError), self.locked() as is_held:
             if is_held and (fd := self._lock_pack(path)) is not None:
-                return self._as_pack(path, fd, is_own=True)
+                return self._as_pack(path, fd, is_own=True, has_own_rows=has_own_rows)
         return None
 
     def create(self, namespace_name: str, limit_bytes: int, *, may_remove: bool) -> Pack | None:
@@ -275,7 +241,8 @@ class PackDirectory:
             self._calls.sync_folder(str(self.root))
         except OSError:
             pack.close()
-            self._unlink(path, PACK_SUFFIX, NEW_SUFFIX, JOURNAL_SUFFIX)
+            with suppress(OSError):
+                self._unlink(path, PACK_SUFFIX, NEW_SUFFIX, JOURNAL_SUFFIX)
             raise
         return pack
 
@@ -290,6 +257,30 @@ class PackDirectory:
                 self._remove(pack.path)
         finally:
             pack.close()
+
+    def remove_folder(self, namespace_name: str, names_beside: Collection[str]) -> bool:
+        """Remove the folder of a namespace and what dead processes have left in it; False while there is more.
+
+        Args:
+            namespace_name: the namespace.
+            names_beside: of files that go with it.
+
+        Raises:
+            OSError: the system refused.
+        """
+        folder = self.folder_of(namespace_name)
+        with self.locked() as is_held:
+            if not is_held or not stat.S_ISDIR(folder.lstat().st_mode):
+                return False  # what is behind a link is not the tier's
+            if any(not self._is_abandoned(found) for found in list_packs(folder)):
+                return False
+            if not {path.name for path in folder.iterdir()} <= {RELEASED_NAME, *names_beside}:
+                return False
+            for name in (RELEASED_NAME, *names_beside):
+                with suppress(FileNotFoundError):
+                    self._calls.unlink(str(folder / name))
+            folder.rmdir()
+            return True
 
     def release(self, namespace_name: str) -> None:
         """Have packs of a namespace be the first to go when they have no owner, as after a reset.
@@ -340,7 +331,9 @@ class PackDirectory:
         found = path.parent.lstat()
         if not stat.S_ISDIR(found.st_mode) or judge(found, self.file_mode, os.geteuid(), os.getegid()):
             raise PermissionError(errno.EPERM, "is no folder of this user alone", str(path.parent))
-        if path.suffix not in {PACK_SUFFIX, NEW_SUFFIX} or not PACK_NAME.fullmatch(f"{path.stem}{PACK_SUFFIX}"):
+        if path.suffix not in {PACK_SUFFIX, NEW_SUFFIX} or not PACK_NAME.fullmatch(
+            f"{path.stem}{PACK_SUFFIX}"
+        ):
             raise FileNotFoundError(errno.ENOENT, "no pack has such a name", str(path))
         direct = os.O_DIRECT if self.has_direct_io else 0
         return open_regular(self._calls, path, flags | direct, self.file_mode)
@@ -375,7 +368,8 @@ class PackDirectory:
             return Pack(path, fd, header, next(_numbers), is_own=True, files=self._files)
         except BaseException:
             os.close(fd)
-            self._unlink(path, NEW_SUFFIX, JOURNAL_SUFFIX)
+            with suppress(OSError):
+                self._unlink(path, NEW_SUFFIX, JOURNAL_SUFFIX)
             raise
 
     def _lock_pack(self, path: Path) -> int | None:
@@ -429,17 +423,17 @@ class PackDirectory:
 
     def _is_abandoned(self, found: FoundPack) -> bool:
         """Return whether the files are what a dead process has left of a pack; then they are removed."""
-        if found.is_whole:
-            return False
         path = found.path()
+        if found.is_whole and found.files[PACK_SUFFIX].st_size:
+            return False
         with suppress(OSError):
-            if NEW_SUFFIX in found.files:
-                is_abandoned = not self._is_owned(found.path(NEW_SUFFIX))
+            if found.is_whole or NEW_SUFFIX in found.files:
+                is_abandoned = not self._is_owned(path if found.is_whole else found.path(NEW_SUFFIX))
             else:
                 # In this order: the pack may have got its name since the folder was listed.
                 is_abandoned = not found.path(NEW_SUFFIX).exists() and not path.exists()
             if is_abandoned:
-                self._unlink(path, NEW_SUFFIX, JOURNAL_SUFFIX, TEMPORARY_SUFFIX)
+                self._unlink(path, *found.files)
             return is_abandoned
         return False
 
@@ -450,13 +444,24 @@ class PackDirectory:
             self._calls.truncate(fd, 0)
         finally:
             os.close(fd)
-        self._calls.unlink(str(path))
-        self._unlink(path, JOURNAL_SUFFIX, TEMPORARY_SUFFIX)
+        self._unlink(path, PACK_SUFFIX, JOURNAL_SUFFIX, TEMPORARY_SUFFIX)
 
     def _unlink(self, path: Path, *suffixes: str) -> None:
+        """Remove files of a pack, as many of them as can be.
+
+        Raises:
+            OSError: one is still there.
+        """
+        failure: OSError | None = None
         for suffix in suffixes:
-            with suppress(OSError):
+            try:
                 self._calls.unlink(str(path.with_suffix(suffix)))
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                failure = error
+        if failure is not None:
+            raise failure
 
 
 def _oldest_first(found: Sequence[FoundPack]) -> list[FoundPack]:

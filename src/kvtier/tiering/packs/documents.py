@@ -130,7 +130,9 @@ class PackPages:
 
 
 class PackSiblings:
-    """The blocks of other namespaces of the directory, for those that this engine misses: their journals, read at times.
+    """The blocks of other namespaces of the directory, for those that this engine misses.
+
+    They are what journals say, read at the start and at times.
 
     Mutable is what the last reading found: the keeper's thread puts a whole one there, and the scheduler's thread alone
     looks into it.

@@ -49,7 +49,7 @@ def try_file_system(path: Path, file_mode: int, calls: SystemCalls) -> bool:
     """Find out whether packs can be kept here; return whether they may bypass the page cache.
 
     Args:
-        path: a free name in the directory.
+        path: a name in the directory that is this process's.
         file_mode: permissions of the file that is tried.
         calls: the system.
 
@@ -57,6 +57,8 @@ def try_file_system(path: Path, file_mode: int, calls: SystemCalls) -> bool:
         PlaceError: they cannot; the message names the file system.
         OSError: no file can be made.
     """
+    with suppress(FileNotFoundError):
+        calls.unlink(str(path))
     fds = [open_regular(calls, path, os.O_RDWR | os.O_CREAT | os.O_EXCL, file_mode)]
     try:
         fds.append(open_regular(calls, path, os.O_RDWR, file_mode))

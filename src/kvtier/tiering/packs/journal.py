@@ -14,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
 from kvtier.tiering.packs.pack_files import TEMPORARY_SUFFIX
 from kvtier.tiering.packs.pack_header import PackHeader
 from kvtier.tiering.packs.records import (
@@ -22,28 +21,16 @@ from kvtier.tiering.packs.records import (
     RECORD_BYTES,
     Change,
     Records,
+    long_records,
     pack_changes,
+    reserved_bytes,
     seal_records,
     whole_records,
 )
 from kvtier.tiering.packs.system_calls import KEEP_SIZE, PRIVATE_MODE, SystemCalls, open_regular
 
-SPARE_RECORDS = 62
-"""Records that a journal may have beyond two a slot. With fewer, packs of a few slots are compacted all the time; with
-more, their journals take more than a page of the disk."""
-
 _NO_JOURNAL = frozenset({errno.ENOENT, errno.ELOOP, errno.EPERM, errno.ENXIO})
 """What opening says where nothing lies under the name, a link, or no file of this user."""
-
-
-def long_records(num_slots: int) -> int:
-    """Return how many records a journal may have before its owner compacts it. Pure."""
-    return 2 * num_slots + SPARE_RECORDS
-
-
-def reserved_bytes(num_slots: int) -> int:
-    """Return the room on the disk that a journal has from the beginning, in whole pages. Pure."""
-    return -(-long_records(num_slots) * RECORD_BYTES // HEADER_PAGE_BYTES) * HEADER_PAGE_BYTES
 
 
 class Tailed(NamedTuple):

@@ -45,6 +45,8 @@ MAX_USES = 4096
 MAX_NEIGHBOURS = 256
 """Processes whose notes are read, an open file each."""
 
+MAX_HOST_CHARS = 64
+
 VERSION = 1
 
 _MAGIC = b"KVTNOTES"
@@ -110,12 +112,12 @@ class NotesState:
             "damaged": self.damaged[-MAX_DAMAGED:],
             "purges": self.purges[-MAX_PURGES:],
             "pid": self.pid,
-            "host": self.host[:255],
+            "host": self.host,
         }
         data = json.dumps(document, separators=(",", ":")).encode()
         # INVARIANT: what a process says fits, for each part of it has a limit.
         assert len(data) <= STATE_BYTES - _HEAD.size, "the notes are too long"
-        return (_HEAD.pack(_MAGIC, len(data), _digest(data)) + data).ljust(STATE_BYTES, b"\0")
+        return seal_notes(data)
 
     @classmethod
     def unpack(cls, page: bytes) -> "NotesState | None":
@@ -177,7 +179,7 @@ class OwnNotes:
         if self._fd < 0 or os.fstat(self._fd).st_nlink == 0:
             self.close_in_child()
             self._fd = self._make()
-        self._write(replace(state, pid=os.getpid(), host=os.uname().nodename).pack(), 0)
+        self._write(replace(state, pid=os.getpid(), host=_host(os.uname().nodename)).pack(), 0)
 
     def add_uses(self, uses: Sequence[Use]) -> None:
         """Add blocks to the ring; of more than it holds the last.
@@ -352,6 +354,15 @@ class OthersNotes:
                 os.close(found.fd)
 
 
+def seal_notes(data: bytes) -> bytes:
+    """Return the first part of a file with its checksum. Pure.
+
+    Args:
+        data: the state in JSON.
+    """
+    return (_HEAD.pack(_MAGIC, len(data), _digest(data)) + data).ljust(STATE_BYTES, b"\0")
+
+
 def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16, usedforsecurity=False).digest()
 
@@ -375,7 +386,7 @@ def _parse(document: Mapping[str, Any]) -> NotesState | None:  # Any: another pr
         damaged=tuple((_name(pack_id), _count(slot)) for pack_id, slot in damaged[:MAX_DAMAGED]),
         purges=tuple(map(_name, purges[:MAX_PURGES])),
         pid=_count(document["pid"]),
-        host=str(document["host"]),
+        host=_host(document["host"]),
     )
 
 
@@ -397,6 +408,13 @@ def _count(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _LIMIT:
         raise ValueError("is no number")
     return value
+
+
+def _host(value: object) -> str:
+    """Return the name of a host, cut to what a terminal can show."""
+    return (
+        value[:MAX_HOST_CHARS] if isinstance(value, str) and value.isascii() and value.isprintable() else ""
+    )
 
 
 def _time(value: object) -> float | None:

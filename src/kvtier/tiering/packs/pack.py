@@ -123,13 +123,19 @@ class Pack:
         ):
             raise OSError(errno.ENOSPC, "the file system took only a part of the block", str(self.path))
 
-    def read(self, slot: int, buffers: Buffers) -> int:
+    def read(self, slot: int, buffers: Buffers, skipped_bytes: int = 0) -> int:
         """Fill ``buffers`` from ``slot`` on; return how many bytes arrived, fewer from a pack that was cut.
+
+        Args:
+            slot: the first.
+            buffers: where the bytes go.
+            skipped_bytes: of the slot, in front of those.
 
         Raises:
             OSError: the system could not read.
         """
-        return transfer(self._calls.preadv, self._fd, buffers, self.geometry.offset_of(slot))
+        offset = self.geometry.offset_of(slot) + skipped_bytes
+        return transfer(self._calls.preadv, self._fd, buffers, offset)
 
     def punch(self, slots: Iterable[int]) -> None:
         """Remove the bytes of slots, so that nothing of them can be read; give their room to the file system if it can.
@@ -170,6 +176,17 @@ class Pack:
         """
         found = self._read_mark()
         return found is not None and found.token != self._mark.token
+
+    def read_owner(self) -> str | None:
+        """Return the name of the process that owns the pack, or did last; None where its mark is damaged."""
+        found = self._read_mark()
+        return None if found is None else found.process
+
+    def forget_cached(self, slot: int) -> None:
+        """Have the page cache forget a slot that nothing is expected to read soon."""
+        with suppress(OSError):
+            offset = self.geometry.offset_of(slot)
+            os.posix_fadvise(self._fd, offset, self.geometry.slot_bytes, os.POSIX_FADV_DONTNEED)
 
     def touch(self) -> None:
         """Note that the pack is in use, once a minute: of packs without an owner the one unused for longest goes."""

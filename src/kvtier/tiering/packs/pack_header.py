@@ -11,6 +11,7 @@ import struct
 from typing import NamedTuple
 
 from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
+from kvtier.tiering.packs.records import reserved_bytes
 
 MAGIC = b"kvtier-pack\r\n\x1a\n\xf5"
 VERSION = 1
@@ -20,6 +21,13 @@ SLOTS_OFFSET = 2 * HEADER_PAGE_BYTES
 
 MAX_PACK_BYTES = 64 * 2**30
 """The longest pack. A longer one holds more slots than a reader wants in one table; one that says so is forged."""
+
+NUM_PACKS = 64
+"""Packs in the capacity. More are shared more evenly between processes; fewer are opened and polled sooner."""
+
+MIN_PACK_BYTES = 128 * 2**10
+"""Length of a pack in a small capacity, unless that is more than a quarter of it. Header and journal take 12 KiB at
+least: in shorter packs much of the capacity would be theirs."""
 
 MAX_SLOTS = 2**32
 """A record names a slot with 4 bytes."""
@@ -57,6 +65,30 @@ class PackGeometry(NamedTuple):
         """Return whether there can be such a pack."""
         has_slots = self.row_bytes > 0 and 0 < self.num_slots <= MAX_SLOTS
         return has_slots and (self.num_slots == 1 or self.file_bytes <= MAX_PACK_BYTES)
+
+
+def plan_geometry(row_bytes: int, capacity_bytes: int, pack_bytes: int | None = None) -> PackGeometry:
+    """Return how new packs are divided. Pure.
+
+    Args:
+        row_bytes: length of a block.
+        capacity_bytes: of the directory.
+        pack_bytes: about the length of a pack; None: a 64th of the capacity.
+    """
+    if pack_bytes is None:
+        pack_bytes = max(capacity_bytes // NUM_PACKS, min(MIN_PACK_BYTES, capacity_bytes // 4))
+    room_bytes = min(pack_bytes, MAX_PACK_BYTES) - SLOTS_OFFSET - reserved_bytes(1)
+    num_slots = max(1, room_bytes // PackGeometry(row_bytes, 0).slot_bytes)
+    # The journal's room grows with the slots; one that rounds up to another page costs a slot at most.
+    while num_slots > 1 and disk_bytes_of(PackGeometry(row_bytes, num_slots)) > pack_bytes:
+        num_slots -= max(1, num_slots // 64)
+    return PackGeometry(row_bytes, num_slots)
+
+
+def disk_bytes_of(geometry: PackGeometry) -> int:
+    """Return what a pack and its journal take of the disk, in whole pages. Pure."""
+    num_pages = -(-geometry.file_bytes // HEADER_PAGE_BYTES)
+    return num_pages * HEADER_PAGE_BYTES + reserved_bytes(geometry.num_slots)
 
 
 class PackHeader(NamedTuple):

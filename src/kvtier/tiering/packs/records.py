@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.tiering.kit.block_format import BlockName
-from kvtier.tiering.kit.envelope import MAX_KEY_BYTES
+from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES, MAX_KEY_BYTES
 
 RECORD_BYTES = 64
 RECORD = np.dtype(
@@ -28,6 +28,10 @@ RECORD = np.dtype(
 
 MAX_SECONDS = 2**32 - 1
 """The last second that a record can name, in the year 2106. Clocks that are set wrong are cut to it."""
+
+SPARE_RECORDS = 62
+"""Records that a journal may have beyond two a slot. With fewer, packs of a few slots are compacted all the time; with
+more, their journals take more than a page of the disk."""
 
 Records: TypeAlias = npt.NDArray[np.void]
 """An array of ``RECORD``."""
@@ -64,6 +68,16 @@ class Change(NamedTuple):
     name: BlockName
     stored_s: int = 0
     used_s: int = 0
+
+
+def long_records(num_slots: int) -> int:
+    """Return how many records a journal may have before its owner compacts it. Pure."""
+    return 2 * num_slots + SPARE_RECORDS
+
+
+def reserved_bytes(num_slots: int) -> int:
+    """Return the room on the disk that a journal has from the beginning, in whole pages. Pure."""
+    return -(-long_records(num_slots) * RECORD_BYTES // HEADER_PAGE_BYTES) * HEADER_PAGE_BYTES
 
 
 def pack_changes(changes: Iterable[Change], pack_id: bytes) -> bytes:

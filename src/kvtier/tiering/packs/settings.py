@@ -85,6 +85,21 @@ class PackSettings:
     num_threads: int | None = field(default=None, metadata=NUM_THREADS)
 
 
+def explain_shrinking(settings: PackSettings, used_bytes: int) -> str | None:
+    """Return why a capacity is too small for a directory, None where it is not. Pure.
+
+    Args:
+        settings: the engine's.
+        used_bytes: what the directory holds.
+    """
+    if settings.allow_shrink or 2 * settings.capacity_bytes >= used_bytes:
+        return None
+    return (
+        f"is less than half of the {used_bytes} bytes that {settings.root_dir} holds: give more, another root_dir, "
+        'or "allow_shrink": true to remove the rest'
+    )
+
+
 def plan_max_task_blocks(row_bytes: int) -> int:
     """Return how many blocks a thread moves at a stretch. Pure."""
     return min(MAX_TASK_BLOCKS, max(1, MAX_TASK_BYTES // row_bytes))

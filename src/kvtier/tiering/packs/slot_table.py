@@ -484,15 +484,22 @@ class SlotTable:
             self._note_gone(keys, Loss.PURGED)
             return keys
 
-    def count_neighbours(self, added: Iterable[OffloadKey], removed: Collection[OffloadKey]) -> None:
+    def count_neighbours(
+        self, added: Iterable[OffloadKey], removed: Collection[OffloadKey], loss: Loss = Loss.EVICTED
+    ) -> None:
         """Count blocks that neighbours have stored and dropped; the latter are reported as gone unless they are own."""
         with self._lock:
             if self._tenant_counts is not None:
                 self._tenant_counts.add(added)
                 self._tenant_counts.remove(removed)
-            gone = [key for key in removed if not self._is_ready(key)]
+            self.report_gone(removed, loss)
+
+    def report_gone(self, keys: Collection[OffloadKey], loss: Loss = Loss.EVICTED) -> None:
+        """Report blocks that are not there any more, unless they are in another own slot."""
+        with self._lock:
+            gone = [key for key in keys if not self._is_ready(key)]
             if self._losses is not None:
-                self._losses.report(gone, Loss.EVICTED)
+                self._losses.report(gone, loss)
             if self._evicted is not None:
                 for key in gone:
                     self._evicted.add(key)

@@ -13,6 +13,7 @@ from itertools import islice, repeat
 from typing import NamedTuple
 
 from kvtier.base import OffloadKey
+from kvtier.departed import Loss
 from kvtier.errors import TierError
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
@@ -345,6 +346,7 @@ class PackBlockStore(BlockStore[PackNamespace], PageKeeper[PackNamespace]):
     def _report_damaged(self, namespace: PackNamespace, key: OffloadKey, address: int) -> None:
         """Leave a neighbour's block alone, and have its owner look at it."""
         if namespace.neighbours.forget(key, address):
+            self._table.count_neighbours((), (key,), Loss.DAMAGED)
             self._keeper.report_damaged(address)
 
     def _count_loads(self, num_arrived: int, num_absent: int, failures: Iterable[TierFailure]) -> None:

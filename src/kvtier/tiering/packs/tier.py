@@ -8,7 +8,7 @@ capacity, and what one engine stores is found by the others a tenth of a second 
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import ClassVar
@@ -26,6 +26,7 @@ from kvtier.tiering.kit.backend import rows_of
 from kvtier.tiering.kit.disk import Durability, is_aligned, plan_num_threads
 from kvtier.tiering.kit.envelope import MAX_KEY_BYTES
 from kvtier.tiering.kit.lifetime import make_lifetime
+from kvtier.tiering.kit.place import TierFinding
 from kvtier.tiering.kit.tenant_counts import make_tenant_counts
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
 from kvtier.tiering.packs.catalog import PackCatalog
@@ -35,13 +36,12 @@ from kvtier.tiering.packs.expiry import SlotExpiry
 from kvtier.tiering.packs.keeper import Keeper
 from kvtier.tiering.packs.neighbours import Neighbours, PackNamespace
 from kvtier.tiering.packs.pack_header import disk_bytes_of
+from kvtier.tiering.packs.place import TIER_TYPE, PackPlace, open_pack_place, probe_pack_place
 from kvtier.tiering.packs.room import Room
-from kvtier.tiering.packs.settings import PackSettings, plan_max_task_blocks
+from kvtier.tiering.packs.settings import PackSettings, explain_shrinking, plan_max_task_blocks
 from kvtier.tiering.packs.slot_table import SlotTable
 from kvtier.tiering.packs.store import PackBlockStore
 from kvtier.tiering.packs.system_calls import REAL_CALLS, SystemCalls
-
-TIER_TYPE = "fs"
 
 DEFAULT_POLICY = "lru"
 
@@ -142,6 +142,14 @@ class PackTier(
     def get_tier_type() -> str:
         return TIER_TYPE
 
+    @classmethod
+    def open_place(cls, own: Mapping[str, object]) -> PackPlace:
+        return open_pack_place(own)
+
+    @classmethod
+    def probe(cls, own: Mapping[str, object]) -> list[TierFinding]:
+        return probe_pack_place(own)
+
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         if self._encryption is not None and not self._encryption.serves(key):
             return False
@@ -231,11 +239,7 @@ def open_directory(
         raise ConfigError(
             "direct_io", value=True, remedy='the file system or the rows forbid it: say "auto" to go without'
         )
-    used_bytes = directory.used_bytes()
-    if not settings.allow_shrink and 2 * settings.capacity_bytes < used_bytes:
-        remedy = (
-            f"is less than half of the {used_bytes} bytes that {settings.root_dir} holds: give more, another root_dir, "
-            'or "allow_shrink": true to remove the rest'
-        )
-        raise PlaceError("capacity_bytes", settings.capacity_bytes, remedy)
+    shrinking = explain_shrinking(settings, directory.used_bytes())
+    if shrinking is not None:
+        raise PlaceError("capacity_bytes", settings.capacity_bytes, shrinking)
     return directory
