@@ -16,6 +16,7 @@ from tests.checked_engine.memory import PAGE_BYTES
 from kvtier.tiering.kit import encryption, key_ring
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, MAGIC, HeaderCheck, join_encrypted_header, unpack
 from kvtier.tiering.kit.key_ring import add_entry, drop_tenant, make_ring, read_ring, write_ring
+from kvtier.tiering.packs import directory, documents, pack, purge_requests, tier
 
 RAM_DISK = Path("/dev/shm")  # noqa: S108  # only for speed; a folder of our own is made in it
 
@@ -134,4 +135,5 @@ class _Secrets:
 def secret_calls(seed: int) -> list[tuple[object, str, object]]:
     """Return what to replace while the storm runs, so that a seed draws the same secrets again."""
     secrets = _Secrets(random.Random(f"{seed} secrets"))  # to be repeated, not to be secret
-    return [(encryption, "secrets", secrets), (key_ring, "secrets", secrets)]
+    modules = (encryption, key_ring, directory, documents, pack, purge_requests, tier)
+    return [(module, "secrets", secrets) for module in modules]
