@@ -48,8 +48,7 @@ from benchmarks.harness.tier_jobs import (
 from kvtier.base import OffloadKey, ReqContext
 from kvtier.tiering.kit.disk import plan_num_threads
 from kvtier.tiering.packs import PackTier
-from kvtier.tiering.packs.directory import disk_bytes_of
-from kvtier.tiering.packs.pack_header import PackGeometry
+from kvtier.tiering.packs.pack_header import PackGeometry, disk_bytes_of
 from kvtier.tiering.packs.settings import plan_max_task_blocks
 
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 6, 3
@@ -164,6 +163,7 @@ def measure_case(
 ) -> Iterator[Measurement]:
     """Run tier, floors and peers in turns; truncated files of peers stay in ``folder``."""
     rounds = run_cold(case, folder, num_rounds) if case.is_cold else run_warm(case, folder, num_rounds, peers)
+    against_vllm = []
     for operation, values in rounds.items():
         labels, bar = case.labels(operation), bar_of(case, operation)
         if operation == PROCESSOR_TIME:
@@ -173,7 +173,9 @@ def measure_case(
         if bar is not None and vllm_fs.NAME in values:
             pair = {name: values[name] for name in (OURS, vllm_fs.NAME)}
             against = labels | {"against": vllm_fs.NAME}
-            yield Measurement(against, "MiB/s", Better.HIGHER, pair, Bar(vllm_fs.NAME, VLLM_BAR))
+            bar = Bar(vllm_fs.NAME, VLLM_BAR)
+            against_vllm.append(Measurement(against, "MiB/s", Better.HIGHER, pair, bar))
+    yield from against_vllm
 
 
 def run_warm(case: DiskCase, folder: Path, num_rounds: RoundCount, peers: DiskPeers) -> Rounds:
@@ -268,9 +270,7 @@ def contestant_of(case: DiskCase, num_bytes: int, put: Move, get: Move) -> Conte
     return run
 
 
-def open_floor(
-    case: DiskCase, rows: memoryview, path: Path, ends: ExitStack, *, is_sealed: bool
-) -> RawSlots:
+def open_floor(case: DiskCase, rows: memoryview, path: Path, ends: ExitStack, *, is_sealed: bool) -> RawSlots:
     """Make a floor whose file was written once; ``ends`` closes it and removes the file."""
     floor = RawSlots(
         path,

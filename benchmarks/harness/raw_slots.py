@@ -62,9 +62,7 @@ class RawSlots:
         self._num_call_blocks = num_call_blocks
         self._is_sealed = is_sealed
         call_bytes = num_call_blocks * len(self._rows[0])
-        self._num_ahead = (
-            plan_num_checksums_ahead(call_bytes, has_direct_io=is_direct) if is_sealed else 0
-        )
+        self._num_ahead = plan_num_checksums_ahead(call_bytes, has_direct_io=is_direct) if is_sealed else 0
         self._pages = [memoryview(mmap.mmap(-1, HEADER_PAGE_BYTES)) for _ in self._rows]
         self._crew = Crew(num_threads)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | (os.O_DIRECT if is_direct else 0), 0o600)
@@ -112,9 +110,7 @@ class RawSlots:
         first = run_number * self._num_call_blocks
         return range(first, min(first + self._num_call_blocks, len(self._rows)))
 
-    def _move(
-        self, call: Callable[[int, Sequence[memoryview], int], int], number: int, run: range
-    ) -> None:
+    def _move(self, call: Callable[[int, Sequence[memoryview], int], int], number: int, run: range) -> None:
         buffers = [buffer for block in run for buffer in (self._pages[block], self._rows[block])]
         first_slot = number % self._num_sets * len(self._rows) + run.start
         num_moved = call(self._fd, buffers, first_slot * self._slot_bytes)
