@@ -152,14 +152,14 @@ class PackCatalog:
                 self._released.extend(namespace.neighbours.clear())
 
     def check_own(self) -> Pack | None:
-        """Forget own packs that were removed or cut; return one that another process writes as well."""
+        """Forget own packs that were removed, cut or overwritten; return one that another process writes as well."""
         namespace = self.namespace
         with self._changing:
             for number in self.table.own_packs():
                 pack = self.packs.get(number)
                 if pack is None:
                     continue
-                if pack.is_lost():
+                if pack.is_lost() or pack.is_overwritten():
                     self._forget(namespace, pack)
                 elif pack.has_other_owner():
                     return pack

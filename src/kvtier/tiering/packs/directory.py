@@ -7,8 +7,10 @@ its bytes go before its name, because a reader that is stopped keeps the file op
 
 import errno
 import itertools
+import logging
 import os
 import secrets
+import shlex
 import stat
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -20,6 +22,7 @@ from kvtier.tiering.kit.backend import allocate_page
 from kvtier.tiering.kit.disk import ALIGNMENT_BYTES
 from kvtier.tiering.kit.mount import MountPoint
 from kvtier.tiering.kit.private_folders import find_refusal, judge, make_folder, make_folders
+from kvtier.tiering.kit.siblings import amount_in_words
 from kvtier.tiering.packs.directory_lock import DirectoryLock
 from kvtier.tiering.packs.file_systems import refusal, require_unshared, try_file_system
 from kvtier.tiering.packs.pack import Pack, PackFiles, page_of, read_boot
@@ -48,6 +51,8 @@ from kvtier.tiering.packs.system_calls import (
     open_regular,
     transfer,
 )
+
+logger = logging.getLogger(__name__)
 
 RELEASED_NAME = ".released"
 
@@ -141,7 +146,16 @@ class PackDirectory:
             raise refusal(self.root, reason) from error
         if reason is not None:
             raise refusal(self.root, reason)
-        self.older_formats()
+        num_older, older_bytes = self.older_formats()
+        if num_older:
+            logger.warning(
+                "tier fs: %s has %d blocks of an older version, a file each, which take %s and are not read; to remove "
+                "them: kvtier purge %s --older-formats",
+                self.root,
+                num_older,
+                amount_in_words(older_bytes),
+                shlex.quote(str(self.root)),
+            )
 
     def find_refusal(self) -> str | None:
         """Return why the directory must not be used now; None where it may, or is missing and may be made."""

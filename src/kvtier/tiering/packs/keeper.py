@@ -382,7 +382,11 @@ class Keeper:
 
     def _look_for_siblings(self, namespace: PackNamespace) -> None:
         """Read what other namespaces hold, at the start, and while blocks are missing when there may be others."""
-        is_missing, changed_ns = self._catalog.take_missing(), self._directory.root.stat().st_mtime_ns
+        is_missing = self._catalog.take_missing()
+        try:
+            changed_ns = self._directory.root.stat().st_mtime_ns
+        except OSError:  # removed since the round began
+            return
         is_out_of_date = self._clock() >= self._next_siblings_s or changed_ns != self._siblings_of_ns
         if self._next_siblings_s == NEVER_S or (is_missing and is_out_of_date):
             self._next_siblings_s, self._siblings_of_ns = self._clock() + SIBLINGS_S, changed_ns

@@ -172,10 +172,13 @@ class Pack:
     def has_other_owner(self) -> bool:
         """Return whether another process has marked this own pack, so that locks do not exclude here.
 
-        A mark that was damaged tells nothing.
+        A mark that was damaged tells nothing, nor does one that came with another pack's header: see ``is_overwritten``.
         """
-        found = self._read_mark()
-        return found is not None and found.token != self._mark.token
+        return self._has_other_mark() and not self._has_other_header()
+
+    def is_overwritten(self) -> bool:
+        """Return whether another pack was copied over this own one."""
+        return self._has_other_mark() and self._has_other_header()
 
     def read_owner(self) -> str | None:
         """Return the name of the process that owns the pack, or did last; None where its mark is damaged."""
@@ -224,13 +227,25 @@ class Pack:
         self.same_boot = before is not None and before.boot == self._mark.boot != NO_BOOT
         self._write_mark(self._mark)
 
+    def _has_other_mark(self) -> bool:
+        found = self._read_mark()
+        return found is not None and found.token != self._mark.token
+
+    def _has_other_header(self) -> bool:
+        found = PackHeader.unpack(self._read_page(0))
+        return found is not None and found.pack_id != self.header.pack_id
+
     def _read_mark(self) -> OwnerMark | None:
+        return OwnerMark.unpack(self._read_page(OWNER_OFFSET))
+
+    def _read_page(self, offset: int) -> bytes:
+        """Return a page, or what there is of it."""
         page = allocate_page()  # direct I/O
         try:
-            num_bytes = self._calls.preadv(self._fd, [page], OWNER_OFFSET)
+            num_bytes = self._calls.preadv(self._fd, [page], offset)
         except OSError:
-            return None
-        return OwnerMark.unpack(bytes(page[:num_bytes]))
+            return b""
+        return bytes(page[:num_bytes])
 
     def _write_mark(self, mark: OwnerMark) -> None:
         page = page_of(mark.pack())

@@ -19,6 +19,7 @@ PACK_SUFFIX = ".pack"
 NEW_SUFFIX = ".new"
 JOURNAL_SUFFIX = ".index"
 TEMPORARY_SUFFIX = ".index.tmp"
+OLDER_SUFFIX = ".kv"
 
 STAT_BLOCK_BYTES = 512
 """Unit of ``st_blocks``. Source: stat(3type)."""
@@ -80,13 +81,24 @@ def list_all_packs(root: Path) -> Iterator[FoundPack]:
 
 def list_older_blocks(root: Path) -> Iterator[int]:
     """Yield what each block takes of the disk that a version with a file a block has written."""
+    for folder in list_older_folders(root):
+        for _, num_bytes in older_blocks_in(folder):
+            yield num_bytes
+
+
+def list_older_folders(root: Path) -> Iterator[Path]:
+    """Yield the folders in which such a version keeps blocks, two levels below those of namespaces."""
     for namespace in _folders(root, NAMESPACE_NAME):
         for first in _folders(namespace, _DIGIT):
-            for second in _folders(first, _DIGIT):
-                for entry in _entries(second):
-                    status = _status(entry) if entry.name.endswith(".kv") else None
-                    if status is not None:
-                        yield status.st_blocks * STAT_BLOCK_BYTES
+            yield from _folders(first, _DIGIT)
+
+
+def older_blocks_in(folder: Path) -> Iterator[tuple[Path, int]]:
+    """Yield the blocks in one of these folders, and what each takes of the disk."""
+    for entry in _entries(folder):
+        status = _status(entry) if entry.name.endswith(OLDER_SUFFIX) else None
+        if status is not None:
+            yield Path(entry.path), status.st_blocks * STAT_BLOCK_BYTES
 
 
 def _folders(folder: Path, pattern: re.Pattern[str]) -> list[Path]:

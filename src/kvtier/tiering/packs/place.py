@@ -36,6 +36,7 @@ from kvtier.tiering.packs.directory_lock import LOCK_NAME
 from kvtier.tiering.packs.documents import (
     DOCUMENT_NAME,
     MAX_DOCUMENT_BYTES,
+    PAGE_NAME,
     list_namespaces,
     read_beside,
 )
@@ -44,11 +45,14 @@ from kvtier.tiering.packs.notes import NOTES_SUFFIX, OthersNotes
 from kvtier.tiering.packs.pack_files import (
     NAMESPACE_NAME,
     NEW_SUFFIX,
+    STAT_BLOCK_BYTES,
     TEMPORARY_SUFFIX,
     FoundPack,
     list_all_packs,
     list_older_blocks,
+    list_older_folders,
     list_packs,
+    older_blocks_in,
 )
 from kvtier.tiering.packs.pack_view import PackReader, PackView
 from kvtier.tiering.packs.removal import BlockRemoval, describe_process
@@ -126,7 +130,7 @@ class PackPlace(Place):
             amount = _amount_below(path)
             if path.suffix == NEW_SUFFIX or path.name == OLDER_TEMPORARY_NAME:
                 temporary = temporary.plus(*amount)
-            elif read_beside(self._root, path.name, len(OLDER_SLAB_MAGIC)) == OLDER_SLAB_MAGIC:
+            elif self._is_slab(path):
                 other_format = other_format.plus(*amount)
             else:
                 foreign = foreign.plus(*amount)
@@ -183,6 +187,37 @@ class PackPlace(Place):
         except OSError as error:
             raise TierError(TIER_TYPE, f"{self._root} cannot be changed: {error}") from error
 
+    def remove_older_formats(self, *, is_dry_run: bool) -> Amount:
+        if not is_dry_run:
+            self.begin_removal()
+        try:
+            removed = self._remove_older_blocks(is_dry_run=is_dry_run)
+            for path in filter(self._is_slab, self._list_root()):
+                removed = removed.plus(1, path.lstat().st_blocks * STAT_BLOCK_BYTES)
+                if not is_dry_run:
+                    path.unlink()
+            for name in () if is_dry_run else OLDER_NAMES:
+                (self._root / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise TierError(TIER_TYPE, f"{self._root} cannot be changed: {error}") from error
+        return removed
+
+    def _remove_older_blocks(self, *, is_dry_run: bool) -> Amount:
+        """Remove the files of blocks, and the folders that are empty then."""
+        removed, namespaces = NOTHING, set()
+        for folder in list_older_folders(self._root):
+            for path, num_bytes in older_blocks_in(folder):
+                removed = removed.plus(1, num_bytes)
+                if not is_dry_run:
+                    path.unlink(missing_ok=True)
+            namespaces.add(folder.parents[1].name)
+            for emptied in () if is_dry_run else (folder, folder.parent):
+                with suppress(OSError):  # there is something else in it
+                    emptied.rmdir()
+        for name in () if is_dry_run else namespaces:
+            self._directory.remove_folder(name, (DOCUMENT_NAME, PAGE_NAME))
+        return removed
+
     def close(self) -> None:
         self._removal.close()
         self._reader.close()
@@ -193,6 +228,10 @@ class PackPlace(Place):
             return list(self._root.iterdir())
         except OSError as error:
             raise TierError(TIER_TYPE, f"{self._root} cannot be read: {error.strerror}") from error
+
+    def _is_slab(self, path: Path) -> bool:
+        """Return whether this is the file of a slab tier of an older version."""
+        return read_beside(self._root, path.name, len(OLDER_SLAB_MAGIC)) == OLDER_SLAB_MAGIC
 
     def _list_packs(self, name: str) -> list[FoundPack]:
         """Return the packs of a namespace. A folder that may not be read is no empty one.

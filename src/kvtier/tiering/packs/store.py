@@ -215,6 +215,7 @@ class PackBlockStore(BlockStore[PackNamespace], PageKeeper[PackNamespace]):
             TierError: some slots could not be dropped: their blocks are not found now, but may be after a restart.
         """
         while not self._catalog.wait_indexed(INDEX_WAIT_S):
+            self._keeper.require_there()
             yield Removed(0, [])
         self._catalog.adopt_all()
         yield from self.remove_own(namespace_name, tenant)
