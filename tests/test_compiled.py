@@ -26,7 +26,6 @@ EVERY_MODULE = pytest.mark.parametrize(
     ("place", "user"),
     [
         ("cpu/_page_copy", "kvtier.cpu.row_copy"),
-        ("tiering/fs/_whole_files", "kvtier.tiering.fs.system"),
     ],
 )
 

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from kvtier.base import ReqContext
+from kvtier.testing.damage import flip_bit_in_files
 from kvtier.testing.tier_driver import HANG_GUARD_S, make_config
 from kvtier.testing.tier_suite import key_of
 from kvtier.testing.tiering_driver import ROW_BYTES, TieringDriver
 from kvtier.tiering.base import TierSettings
-from kvtier.tiering.fs import FSTier
+from kvtier.tiering.packs import PackTier
 
 NUM_REQUESTS, REQUEST_BLOCKS = 64, 2
 NUM_BLOCKS = NUM_REQUESTS * REQUEST_BLOCKS
@@ -27,7 +28,7 @@ def driver(tmp_path: Path) -> Iterator[TieringDriver]:
     driver = TieringDriver(
         NUM_BLOCKS,
         lambda view: [
-            FSTier(
+            PackTier(
                 make_config(row_bytes=ROW_BYTES),
                 view,
                 settings,
@@ -73,10 +74,7 @@ def test_each_of_many_requests_gets_its_own_blocks(driver: TieringDriver) -> Non
 
 
 def test_a_damaged_block_costs_the_request_that_wanted_it(driver: TieringDriver, tmp_path: Path) -> None:
-    (path,) = tmp_path.rglob(f"{key_of(PREFIXES[20][1]).hex()}.kv")
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    assert flip_bit_in_files(tmp_path, key_of(PREFIXES[20][1]))
     expected = [REQUEST_BLOCKS] * NUM_REQUESTS
     expected[20] = 1
     assert hits_of(driver, search_all(driver)) == expected
