@@ -28,7 +28,6 @@ from kvtier.observe.control_wire import decode, encode
 from kvtier.settings import parse_settings
 from kvtier.sim.formats.registry import read_trace
 from kvtier.tiering.base import parse_tier_settings
-from kvtier.tiering.fs.settings import FSSettings
 from kvtier.tiering.kit.envelope import (
     ENVELOPE_BYTES,
     MAX_KEY_BYTES,
@@ -53,24 +52,19 @@ from kvtier.tiering.packs.records import (
     seal_records,
     whole_records,
 )
-from kvtier.tiering.slab.settings import SlabSettings
-from kvtier.tiering.slab.superblock import SlabGeometry, pack_superblock, unpack_superblock
+from kvtier.tiering.packs.settings import PackSettings
 from kvtier.tiering.valkey.resp import ProtocolError, ReplyReader, read_reply, read_value
 from kvtier.tiering.valkey.settings import ValkeySettings
 
 NAMESPACE = bytes(range(16))
 KEY = OffloadKey(bytes(36))
-SUPERBLOCK_FIELDS_BYTES = 40
-"""Bytes in front of a superblock's digest."""
-
 PACK_DIGEST_BYTES = 16
 
 MAX_MESSAGE_CHARS = 2000
 
 DOCUMENT = json.dumps({"layout_version": 1, "model": {"dtype": "float16", "layers": [1, 2, 3]}})
 SETTINGS_OF_TIER = {
-    "fs": FSSettings,
-    "slab": SlabSettings,
+    "fs": PackSettings,
     "obj": ObjSettings,
     "valkey": ValkeySettings,
     "mooncake": MooncakeSettings,
@@ -116,25 +110,6 @@ def _read_envelope(header: bytes, payload: bytes) -> None:
             assert (found.key, found.namespace, found.stored_bytes) == (KEY, NAMESPACE, len(payload))
     else:
         assert asked is not HeaderCheck.OK, found
-
-
-def feed_superblock(data: bytes) -> None:
-    """Read the first page of a slab, as it is and with its digest made right.
-
-    A page that is accepted has the bytes that its geometry makes.
-    """
-    fields = data[:SUPERBLOCK_FIELDS_BYTES]
-    digest = hashlib.blake2b(fields, digest_size=16, usedforsecurity=False).digest()
-    for page in (data, fields + digest):
-        found = unpack_superblock(page)
-        if isinstance(found, SlabGeometry):
-            made = pack_superblock(found)
-            assert unpack_superblock(made) == found
-            padding = slice(20, 24)
-            assert made[: padding.start] == page[: padding.start]
-            assert (
-                made[padding.stop : SUPERBLOCK_FIELDS_BYTES] == page[padding.stop : SUPERBLOCK_FIELDS_BYTES]
-            )
 
 
 def feed_pack(data: bytes) -> None:
@@ -331,7 +306,6 @@ PARSERS = {
     one.name: one
     for one in (
         Parser("envelope", feed_envelope, [make_header(KEY, NAMESPACE, PAYLOAD) + PAYLOAD], [b"KVTB"]),
-        Parser("superblock", feed_superblock, [pack_superblock(SlabGeometry(4096, 10))], [b"kvtier-slab"]),
         Parser("pack", feed_pack, [PACK_HEADER.pack(), OWNER_MARK.pack()], [b"kvtier-pack", b"kvtier-owner"]),
         Parser("records", feed_records, [pack_changes(CHANGES, PACK_HEADER.pack_id)]),
         Parser(
@@ -357,7 +331,7 @@ PARSERS = {
             "settings",
             feed_settings,
             [b'{"cpu_bytes_to_use": "8GiB", "secondary_tiers": [' + FS_TIER + b"]}"],
-            [b"GiB", b'"type"', b"secondary_tiers", b"valkey", b"slab", b"1e999"],
+            [b"GiB", b'"type"', b"secondary_tiers", b"valkey", b"pack_bytes", b"1e999"],
         ),
         Parser(
             "control",

@@ -21,9 +21,10 @@ from kvtier.testing.faults import Faults, FaultyTier
 from kvtier.testing.tiering_driver import ROW_BYTES, ArrayRegion
 from kvtier.tiering.base import SecondaryTierManager, TierSettings
 from kvtier.tiering.example import ExampleSecondaryTier
-from kvtier.tiering.fs.system import REAL_CALLS, SystemCalls
-from kvtier.tiering.fs.tier import FSTier
 from kvtier.tiering.manager import TieringOffloadingManager
+from kvtier.tiering.packs import PackTier
+from kvtier.tiering.packs.pack_header import PackGeometry, disk_bytes_of
+from kvtier.tiering.packs.system_calls import REAL_CALLS, SystemCalls
 
 MakeTier = Callable[[OffloadingConfig, memoryview, ManualClock], SecondaryTierManager]
 
@@ -181,12 +182,19 @@ def fs(
     root: Path, num_blocks: int = 1000, settings: TierSettings | None = None, calls: SystemCalls = REAL_CALLS
 ) -> MakeTier:
     """Return what builds a tier in a directory."""
-    capacity_bytes = num_blocks * (ROW_BYTES + 4096)
+    pack_bytes = disk_bytes_of(PackGeometry(ROW_BYTES, num_blocks))
 
     def make(config: OffloadingConfig, view: memoryview, clock: ManualClock) -> SecondaryTierManager:
         common = settings or TierSettings(max_in_flight_store_bytes=2**30)
-        return FSTier(
-            config, view, common, clock=clock, calls=calls, root_dir=str(root), capacity_bytes=capacity_bytes
+        return PackTier(
+            config,
+            view,
+            common,
+            clock=clock,
+            calls=calls,
+            root_dir=str(root),
+            capacity_bytes=pack_bytes,
+            pack_bytes=pack_bytes,
         )
 
     return make

@@ -27,8 +27,7 @@ def make_counts() -> TenantCounts:
 
 
 def make_namespace() -> PackNamespace:
-    identity = Namespace("", bytes(32))
-    return PackNamespace(identity, format_of(identity, None), Neighbours(None, lambda: 1e9))
+    return PackNamespace(Namespace("", bytes(32)), Neighbours(None, lambda: 1e9))
 
 
 def expected(keys: Sequence[OffloadKey]) -> dict[int, int]:
