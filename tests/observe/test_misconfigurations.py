@@ -24,6 +24,7 @@ from tests.observe.site import (
     with_settings,
 )
 
+from tests.tiering.packs.slots import stored_blocks
 from kvtier.config import KVGroup, OffloadingConfig
 from kvtier.errors import ConfigError
 from kvtier.misses import Detail, Miss, MissCause, NotStored
@@ -267,10 +268,8 @@ def test_a_damaged_block_is_named(tmp_path: Path, make_site: MakeSite) -> None:
     site = make_site(fs(tmp_path), num_blocks=16)
     site.serve(PROMPT)
     fill_host(site)
-    for path in tmp_path.rglob("*.kv"):
-        data = bytearray(path.read_bytes())
-        data[5000] ^= 1
-        path.write_bytes(data)
+    for block in stored_blocks(tmp_path):
+        block.flip()
     site.serve(PROMPT)
 
     assert miss_in(site).cause is MissCause.DAMAGED

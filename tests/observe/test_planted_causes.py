@@ -23,6 +23,7 @@ from tests.observe.site import (
     with_settings,
 )
 
+from tests.tiering.packs.slots import stored_blocks
 from kvtier.config import KVGroup, OffloadingConfig
 from kvtier.testing.faults import Faults
 from kvtier.testing.tiering_driver import ROW_BYTES
@@ -154,10 +155,8 @@ def no_files(make_site: MakeSite, folder: Path) -> Site:
 def damaged(make_site: MakeSite, folder: Path) -> Site:
     site = make_site(fs(folder), num_blocks=16)
     site.serve(PROMPT)
-    for path in folder.rglob("*.kv"):
-        data = bytearray(path.read_bytes())
-        data[5000] ^= 1
-        path.write_bytes(data)
+    for block in stored_blocks(folder):
+        block.flip()
     fill_host(site)
     serve_again(site, 8)
     return site

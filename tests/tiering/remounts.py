@@ -11,11 +11,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import TierDriver, make_config, make_rows
-from kvtier.tiering.fs import FSTier
-from kvtier.tiering.slab import SlabTier
-from kvtier.tiering.slab.reopening import CHECK_S
+from kvtier.tiering.packs import PackTier
 
 HANG_GUARD_S = 60.0
 
@@ -64,7 +61,7 @@ class Disk:
 def start_fs(root: Path) -> TierDriver:
     """Return an fs tier on a directory."""
     rows = make_rows()
-    tier = FSTier(make_config(), rows, root_dir=root, capacity_bytes="8MiB", negative_ttl_s=0.0)
+    tier = PackTier(make_config(), rows, root_dir=root, capacity_bytes="8MiB")
     assert tier.wait_indexed(HANG_GUARD_S)
     return TierDriver(tier, rows)
 
@@ -124,35 +121,10 @@ def read_only(folder: Path, log: Lines) -> None:
     assert driver.tier.shutdown(HANG_GUARD_S)
 
 
-def slab_unmounted(folder: Path, log: Lines) -> None:
-    """The file system of a slab goes and comes back with what was stored."""
-    disk, rows, clock = Disk(folder), make_rows(), ManualClock()
-    path = disk.at / "slab"
-    tier = SlabTier(make_config(), rows, clock=clock, path=path, capacity_bytes="8MiB")
-    driver = TierDriver(tier, rows)
-    assert driver.store([1, 2]).success
-    disk.unmount()
-    for number in range(10, 16):
-        clock.advance(CHECK_S)
-        result = driver.store([number])
-        assert (result.success, result.is_fault) == (False, True)
-    assert driver.load_right([1, 2]) == set()
-    assert list(disk.at.iterdir()) == [], "the tier went on below the mount point"
-    assert len(log.lines) == 1, log.lines
-    disk.mount()
-    clock.advance(CHECK_S)
-    driver.load([1])
-    assert tier.wait_indexed(HANG_GUARD_S)
-    assert driver.load_right([1, 2]) == {1, 2}
-    assert len(log.lines) == 2, log.lines
-    assert tier.shutdown(HANG_GUARD_S)
-
-
 SCENARIOS: dict[str, Callable[[Path, Lines], None]] = {
     "unmounted": unmounted,
     "unmounted-below": unmounted_below,
     "read-only": read_only,
-    "slab-unmounted": slab_unmounted,
 }
 
 

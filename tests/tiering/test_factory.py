@@ -61,8 +61,8 @@ def test_an_unknown_type_names_the_nearest() -> None:
         ("azure", "'obj'"),
         ("disk", "'fs'"),
         ("file", "'fs'"),
-        ("ssd", "'slab' or 'fs'"),
-        ("nvme", "'slab' or 'fs'"),
+        ("ssd", "'fs'"),
+        ("nvme", "'fs'"),
     ],
 )
 def test_the_name_of_a_place_is_answered_with_the_tier_for_it(name: str, meant: str) -> None:
