@@ -69,7 +69,8 @@ def try_file_system(path: Path, file_mode: int, calls: SystemCalls) -> bool:
         return _can_bypass_cache(path, calls)
     finally:
         for fd in fds:
-            os.close(fd)
+            with suppress(OSError):  # Linux closes it whatever it says
+                os.close(fd)
         with suppress(OSError):
             calls.unlink(str(path))
 
