@@ -170,7 +170,7 @@ class PackCatalog:
         namespace = self.namespace
         with self._changing:
             for pack in self._packs_of(namespace):
-                self._forget(namespace, pack)
+                self._forget(namespace, pack, is_alone=False)
             self._indexed.clear()
 
     # Own packs
@@ -351,16 +351,17 @@ class PackCatalog:
         if namespace is self._namespace and (difference.added or difference.removed):
             self.table.count_neighbours(*difference)
 
-    def _forget(self, namespace: PackNamespace, pack: Pack) -> None:
-        """Forget a pack that is not there any more."""
+    def _forget(self, namespace: PackNamespace, pack: Pack, *, is_alone: bool = True) -> None:
+        """Forget a pack that is not there any more; the log names one that is gone alone."""
         blocks = self.table.remove_pack(pack.number)
         if blocks is None:
             _, difference = namespace.neighbours.remove_pack(pack.number)
             self._note(namespace, difference)
         else:
-            logger.warning(
-                "tier %s: %s was removed: its %d blocks are misses", self.tier, pack.path, len(blocks)
-            )
+            if is_alone:
+                logger.warning(
+                    "tier %s: %s was removed: its %d blocks are misses", self.tier, pack.path, len(blocks)
+                )
             self.table.report_gone([block.key for block in blocks if block.key is not None])
         self.packs.retire(pack.number, Pack.close)
 

@@ -426,12 +426,16 @@ class Keeper:
         return found.st_dev, found.st_ino
 
     def _check_root(self) -> None:
-        """Forget everything when the directory was removed, replaced or unmounted; make it again where it may be."""
-        if self._is_refused or (not self._absence and self._read_root_id() == self._root_id is not None):
+        """Forget everything when the directory was removed, replaced, unmounted or opened to others.
+
+        It is made again where it may be, and used again when it is as it must be.
+        """
+        refusal = self._directory.find_refusal()
+        is_same = self._read_root_id() == self._root_id is not None
+        if self._is_refused or (not self._absence and refusal is None and is_same):
             return
         if not self._absence:
             self._catalog.forget_all()
-        refusal = self._directory.find_refusal()
         if refusal is not None:
             self._absence = refusal
             return
@@ -443,10 +447,11 @@ class Keeper:
             self._absence = f"{self._directory.root} cannot be used: {error}"
             return
         self._root_id = self._read_root_id()
+        if not self._absence:
+            logger.warning(
+                "tier %s: %s was removed; it is used as it is now", self._catalog.tier, self._directory.root
+            )
         self._absence = ""
-        logger.warning(
-            "tier %s: %s was removed; it is used as it is now", self._catalog.tier, self._directory.root
-        )
 
     def _refuse_locks(self, path: str) -> None:
         """Stop using a directory whose locks do not exclude."""
