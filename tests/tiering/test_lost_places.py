@@ -16,8 +16,11 @@ from kvtier.tiering.packs import PackTier
 NUM_BLOCKS = 8
 
 def make_tier(place: Path, view: memoryview) -> PackTier:
-    """Return a disk tier in a folder."""
-    return PackTier(make_config(row_bytes=ROW_BYTES), view, root_dir=place, capacity_bytes="8MiB")
+    """Return a disk tier in a folder, whose keeper is the test's."""
+    config = make_config(row_bytes=ROW_BYTES)
+    tier = PackTier(config, view, root_dir=place, capacity_bytes="8MiB", has_thread=False)
+    tier.keeper.tick()
+    return tier
 
 
 def lose_to_a_file(place: Path) -> None:
@@ -54,6 +57,8 @@ def test_a_lost_place_opens_the_breaker_which_closes_when_it_is_back(
 ) -> None:
     place = tmp_path / "place"
     driver = TieringDriver(NUM_BLOCKS, lambda view: [make_tier(place, view)])
+    (tier,) = driver.tiers
+    assert isinstance(tier, PackTier)
 
     def is_closed() -> bool:
         return driver.manager.stats()[f"tier.0.{driver.tiers[0].get_tier_type()}.breaker_open"] == 0
@@ -62,6 +67,7 @@ def test_a_lost_place_opens_the_breaker_which_closes_when_it_is_back(
     driver.settle(HANG_GUARD_S)
 
     lose(place)
+    tier.keeper.tick(is_due=True)
     number = 10
     while is_closed():
         assert number < 10 + 3 * FAILURES_TO_OPEN, "the breaker stays closed"
@@ -76,6 +82,7 @@ def test_a_lost_place_opens_the_breaker_which_closes_when_it_is_back(
     assert len(lines) == 1, lines
 
     find(place)
+    tier.keeper.tick(is_due=True)
     driver.clock.advance(OPEN_S)
     while not is_closed():
         assert number < 100, "the breaker stays open"
@@ -83,8 +90,7 @@ def test_a_lost_place_opens_the_breaker_which_closes_when_it_is_back(
         driver.settle(HANG_GUARD_S)
         driver.clock.advance(OPEN_S)
         number += 1
-    tier = driver.tiers[0]
-    assert isinstance(tier, PackTier)
+    tier.keeper.tick(is_due=True)
     assert tier.wait_indexed(HANG_GUARD_S)
     driver.store([number])
     driver.settle(HANG_GUARD_S)
