@@ -31,8 +31,8 @@ from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.engines.common.step import StepOutput, WorkerOutput
 from kvtier.testing.tier_driver import make_rows
 from kvtier.tiering.factory import create_secondary_tier
-from kvtier.tiering.fs import FSTier
 from kvtier.tiering.manager import TieringOffloadingManager
+from kvtier.tiering.packs import PackTier
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 
 NUM_SLOTS = 16
@@ -166,8 +166,8 @@ class Engine:
         primary = CPUPrimaryTierOffloadingManager(NUM_SLOTS, Rows())
         settings = {"type": "fs", "root_dir": str(root), "capacity_bytes": "64MiB", "direct_io": False}
         self.tier = create_secondary_tier(settings, primary.get_kv_memoryview(), config)
-        # Before it has counted what is in the directory a store has to wait for room, another way.
-        if not (isinstance(self.tier, FSTier) and self.tier.wait_indexed(WAIT_S)):
+        # Before it has read its directory a lookup waits, another way.
+        if not (isinstance(self.tier, PackTier) and self.tier.wait_indexed(WAIT_S)):
             raise RuntimeError(f"the fs tier has not read its empty directory in {WAIT_S} s")
         self.manager = TieringOffloadingManager(primary, [self.tier])
         self.connector = OffloadingConnectorScheduler(FakeSpec(config, self.manager))

@@ -220,7 +220,7 @@ def _amount_lines(summary: PlaceSummary) -> list[str]:
         (
             summary.other_format,
             "block of another version",
-            "left to engines of that version; purge --older-formats removes files of older ones",
+            "left to its engines; kvtier purge --older-formats removes those of older ones",
         ),
     )
     return [
