@@ -97,6 +97,11 @@ class Room:
         """Take note of the capacities of the other engines: the smallest counts."""
         self._limit_bytes = min((self._capacity_bytes, *others))
 
+    @property
+    def is_full(self) -> bool:
+        """Whether no pack is to be had now, as the last try has shown."""
+        return self._clock() < self._next_try_s
+
     def make_room(self, num_blocks: int) -> None:
         """See to it that ``num_blocks`` can be stored without an eviction, as far as there is room."""
         table = self._catalog.table

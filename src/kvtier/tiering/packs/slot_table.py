@@ -56,12 +56,14 @@ class SlotReservation(NamedTuple):
         awaited: blocks that another thread is writing just now.
         pins: slots for the others, as far as there was room.
         drops: slots to be dropped in the journals before any of ``pins`` is written; some of them are pinned.
+        lacks_room: whether slots were missing and nothing was to be evicted; then nothing else is said.
     """
 
     held: Sequence[OffloadKey] = ()
     awaited: Sequence[OffloadKey] = ()
     pins: Sequence[SlotPin] = ()
     drops: Sequence[int] = ()
+    lacks_room: bool = False
 
 
 @dataclass(slots=True)
@@ -316,12 +318,15 @@ class SlotTable:
             if namespace is self._namespace:
                 report(self._own.policy)
 
-    def prepare_store(self, namespace: PackNamespace, keys: Sequence[OffloadKey]) -> SlotReservation:
+    def prepare_store(
+        self, namespace: PackNamespace, keys: Sequence[OffloadKey], *, evicts: bool = True
+    ) -> SlotReservation:
         """Decide which of ``keys`` have to be written, and pin slots for them; evicts where it must.
 
         Args:
             namespace: when it is not the current one, nothing is stored in it any more.
             keys: each once.
+            evicts: False: nothing is evicted or reserved where slots are missing.
         """
         now_s = min(int(self._wall_clock()), MAX_TIME_S)
         with self._lock:
@@ -337,6 +342,8 @@ class SlotTable:
                 status = self._own.policy.get(key)
                 group = missing if status is None else held if status.is_ready else awaited
                 group.append(key)
+            if missing and not evicts and self.num_lacking(len(missing)) > 0:
+                return SlotReservation(lacks_room=True)
             if held:
                 self._touch(held, now_s)
             addresses, drops = self._take_slots(missing, frozenset(keys))

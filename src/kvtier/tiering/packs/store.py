@@ -37,7 +37,7 @@ from kvtier.tiering.packs.keeper import Keeper
 from kvtier.tiering.packs.neighbours import SLOT_BITS, SLOT_MASK, Neighbours, PackNamespace
 from kvtier.tiering.packs.pack import Pack
 from kvtier.tiering.packs.room import Room
-from kvtier.tiering.packs.slot_table import SlotPin
+from kvtier.tiering.packs.slot_table import SlotPin, SlotReservation
 
 logger = logging.getLogger(__name__)
 
@@ -133,8 +133,7 @@ class PackBlockStore(BlockStore[PackNamespace], PageKeeper[PackNamespace]):
         self._keeper.require_there()
         elsewhere = [key for key in row_of if namespace.neighbours.find(key) is not None]
         missing = [key for key in row_of if key not in set(elsewhere)] if elsewhere else list(row_of)
-        self._room.make_room(len(missing))
-        plan = self._table.prepare_store(namespace, missing)
+        plan = self._prepare_store(namespace, missing)
         written: set[OffloadKey] = set()
         undropped: Collection[int] = ()
         recorded: set[OffloadKey] = set()
@@ -255,6 +254,14 @@ class PackBlockStore(BlockStore[PackNamespace], PageKeeper[PackNamespace]):
     def on_forked(self) -> None:
         self._catalog.packs.close_in_child()
         self._keeper.close_in_child()
+
+    def _prepare_store(self, namespace: PackNamespace, missing: Sequence[OffloadKey]) -> SlotReservation:
+        """Pin slots for blocks; none is evicted while there is room, though another job takes a new pack's slots."""
+        while True:
+            self._room.make_room(len(missing))
+            plan = self._table.prepare_store(namespace, missing, evicts=self._room.is_full)
+            if not plan.lacks_room:
+                return plan
 
     def is_whole(self, namespace: PackNamespace, pin: SlotPin) -> bool:
         """Read an own block that a neighbour calls damaged; return whether it is not. Thread: the keeper's."""
