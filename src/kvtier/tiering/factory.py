@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from kvtier.config import OffloadingConfig, Settings
 from kvtier.errors import ConfigError, KVTierError, TierError, UnknownNameError, describe_foreign
 from kvtier.registry import CLASS_FORM, Registry
-from kvtier.settings import settings_of
+from kvtier.settings import REMOVED_SETTINGS, settings_of
 from kvtier.tenants import make_tenants
 from kvtier.tiering.base import COMMON_SETTINGS, SecondaryTierManager, TierSettings, parse_tier_settings
 
@@ -143,6 +143,8 @@ def check_tier_config(tier_config: Mapping[str, Any]) -> CheckedTier:  # Any: as
     own = {key: value for key, value in tier_config.items() if key != "type" and key not in COMMON_SETTINGS}
     known_settings = own_setting_names(tier_class)
     unknown = sorted(set(own) - known_settings)
+    if unknown and unknown[0] in REMOVED_SETTINGS:
+        raise ConfigError(unknown[0], own[unknown[0]], REMOVED_SETTINGS[unknown[0]])
     if unknown:
         raise UnknownNameError(f"setting of tier {name!r}", unknown[0], known_settings | COMMON_SETTINGS)
     try:
