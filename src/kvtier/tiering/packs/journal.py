@@ -219,7 +219,11 @@ class Journal:
 
     def _open(self) -> None:
         fd = self._open_file(self._path, 0)
-        num_bytes = os.fstat(fd).st_size
+        try:
+            num_bytes = os.fstat(fd).st_size
+        except OSError:
+            os.close(fd)
+            raise
         self._take(fd, min(num_bytes // RECORD_BYTES, self._max_records))
         if self._is_own and num_bytes != self.num_records * RECORD_BYTES:
             self._is_torn = True
