@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from tests.tiering.packs.each_call import NUM_BLOCKS, Ending, Fate
+from tests.tiering.packs.each_call import NUM_BLOCKS, NUM_SLOTS, Ending, Fate
 
 pytestmark = pytest.mark.slow
 
@@ -78,9 +78,8 @@ def test_what_was_reported_is_found_whatever_call_was_the_last_one(endings: list
     ]
 
 
-def test_a_call_that_fails_costs_the_block_at_most_whose_slot_could_not_be_read(
-    endings: list[Ending],
-) -> None:
+def test_a_call_that_fails_costs_a_few_of_the_oldest_blocks_at_most(endings: list[Ending]) -> None:
+    """Where a pack cannot be made, as on a full disk, blocks are evicted until it is tried again."""
     for each in endings:
-        num_lost = len(set(each.stored) - set(each.found))
-        assert num_lost <= (each.fate == Fate.FAILS.value and each.call.endswith(" preadv")), each
+        lost = set(each.stored) - set(each.found)
+        assert len(lost) <= (NUM_SLOTS if each.fate == Fate.FAILS.value else 0), each
