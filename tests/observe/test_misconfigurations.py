@@ -23,8 +23,8 @@ from tests.observe.site import (
     with_model,
     with_settings,
 )
-
 from tests.tiering.packs.slots import stored_blocks
+
 from kvtier.config import KVGroup, OffloadingConfig
 from kvtier.errors import ConfigError
 from kvtier.misses import Detail, Miss, MissCause, NotStored

@@ -22,8 +22,8 @@ from tests.observe.site import (
     with_model,
     with_settings,
 )
-
 from tests.tiering.packs.slots import stored_blocks
+
 from kvtier.config import KVGroup, OffloadingConfig
 from kvtier.testing.faults import Faults
 from kvtier.testing.tiering_driver import ROW_BYTES

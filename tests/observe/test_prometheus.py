@@ -183,7 +183,7 @@ def test_an_engine_serves_its_numbers_and_those_of_its_tiers(tmp_path: Path) -> 
     for tier in (small, large):
         assert samples["kvtier_tier_stored_blocks_total", tier] == 24
     assert samples["kvtier_tier_promotion_seconds_count", small] >= 1
-    assert samples["kvtier_tier_promotion_seconds_count", disk] == 0
+    assert samples["kvtier_tier_promotion_seconds_count", large] == 0
     assert len({name for name, _ in samples}) > 100
 
 

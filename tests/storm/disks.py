@@ -108,7 +108,9 @@ class SimDisk:
         self._pass()
         self._refuse()
         data = os.pread(fd, num_bytes, offset)
-        if data and self._place.lies("flipped_read"):  # a record that is not understood is passed over for good
+        if data and self._place.lies(
+            "flipped_read"
+        ):  # a record that is not understood is passed over for good
             data = flipped(data, self._weather.rng.randrange(8 * len(data)))
         return data
 
@@ -177,12 +179,12 @@ class SimDisk:
     def _rename(self, path: str, new_path: str) -> None:
         self._pass()
         self._refuse()
-        os.rename(path, new_path)
+        Path(path).rename(new_path)
 
     def _unlink(self, path: str) -> None:
         self._pass()
         self._refuse()
-        os.unlink(path)
+        Path(path).unlink()
 
     def _refuse(self, *, is_growth: bool = False) -> None:
         """Fail, if the disk is broken or full."""
@@ -340,10 +342,10 @@ def list_slots(path: Path) -> list[tuple[int, int]]:
 
 def close_files_below(folder: Path) -> None:
     """Close what this process has open below a folder: the files of a tier that was killed."""
-    for name in os.listdir("/proc/self/fd"):
+    for link in list(Path("/proc/self/fd").iterdir()):
         with suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith(f"{folder}/"):
-                os.close(int(name))
+            if str(link.readlink()).startswith(f"{folder}/"):
+                os.close(int(link.name))
 
 
 def flipped(data: bytes, at: int) -> bytes:

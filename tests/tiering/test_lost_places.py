@@ -15,6 +15,7 @@ from kvtier.tiering.packs import PackTier
 
 NUM_BLOCKS = 8
 
+
 def make_tier(place: Path, view: memoryview) -> PackTier:
     """Return a disk tier in a folder, whose keeper is the test's."""
     config = make_config(row_bytes=ROW_BYTES)

@@ -13,10 +13,10 @@ pytest.importorskip("sglang.srt.mem_cache.hicache_storage", reason="needs SGLang
 
 from tests.engines.sglang import rank_process
 from tests.engines.sglang.conftest import MakeConfig, key_of
+from tests.tiering.packs.slots import stored_blocks
 
 pytestmark = pytest.mark.slow
 
-from tests.tiering.packs.slots import stored_blocks
 KEYS = [key_of(number) for number in range(12)]
 GUARD_S = 120.0
 NUM_RANKS = 2

@@ -18,11 +18,11 @@ from tests.engines.vllm.stock_engine import (
     StockEngine,
     key_of,
 )
+from tests.tiering.packs.slots import stored_blocks
 from vllm.v1.kv_offload.base import Locality, LookupResult, ReqContext, TierFilter, TierMatcher
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from tests.tiering.packs.slots import stored_blocks
 from kvtier.engines.vllm.stock_jobs import kvtier_context
 from kvtier.errors import ConfigError, TierError
 from kvtier.testing.clock import ManualClock

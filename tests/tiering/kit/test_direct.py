@@ -12,8 +12,8 @@ from kvtier.errors import TierError
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import ROW_BYTES, key_of, make_config, make_rows
 from kvtier.tiering.base import JobMetadata
-from kvtier.tiering.packs import PackTier
 from kvtier.tiering.kit.io_pool import IOPool, TransferOutcome
+from kvtier.tiering.packs import PackTier
 
 HANG_GUARD_S = 60.0
 

@@ -13,7 +13,7 @@ from kvtier.namespace import Namespace
 from kvtier.tenants import OTHERS_LABEL, make_tenants, tenant_number
 from kvtier.testing.tier_suite import make_config
 from kvtier.tiering.kit.tenant_counts import TenantCounts, make_tenant_counts
-from kvtier.tiering.packs.neighbours import Neighbours, PackNamespace, SlotContent, address_of
+from kvtier.tiering.packs.neighbours import Neighbours, PackNamespace, SlotContent
 from kvtier.tiering.packs.slot_table import SlotTable
 
 NUMBERS = (0, tenant_number("alice"), tenant_number("bob"))

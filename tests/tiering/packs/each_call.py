@@ -226,8 +226,8 @@ def be_the_process(folder: Path, durability: str, calls: Calls, pipe: int) -> No
 
 def count_open(folder: Path) -> int:
     """Return how many files below a folder this process has open."""
-    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-    return sum(os.readlink(link).startswith(str(folder)) for link in links if os.path.islink(link))
+    links = list(Path("/proc/self/fd").iterdir())
+    return sum(str(link.readlink()).startswith(str(folder)) for link in links if link.is_symlink())
 
 
 def look(folder: Path, durability: str, ending: Ending) -> None:

@@ -20,7 +20,18 @@ CAPACITY, PACK = bytes_of_packs(64), bytes_of_packs(1)
 SMALL = bytes_of_packs(8)
 """Room for a fourth of it."""
 
-CALLS = ("open", "write", "pwritev", "preadv", "fallocate", "try_lock", "rename", "unlink", "sync", "sync_folder")
+CALLS = (
+    "open",
+    "write",
+    "pwritev",
+    "preadv",
+    "fallocate",
+    "try_lock",
+    "rename",
+    "unlink",
+    "sync",
+    "sync_folder",
+)
 
 
 def check_whole(driver: TierDriver, acknowledged: set[int], *, has_room: bool) -> None:

@@ -1,4 +1,4 @@
-"""Whichever system call on a directory of packs fails once, or is the last one of the process: every block is whole or a miss."""
+"""Whichever system call of a disk tier fails once, or is the process's last one: every block is whole or a miss."""
 
 import json
 import subprocess

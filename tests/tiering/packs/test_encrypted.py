@@ -17,7 +17,7 @@ from kvtier.config import OffloadingConfig
 from kvtier.errors import ConfigError
 from kvtier.tenants import tenant_number
 from kvtier.testing.clock import ManualClock
-from kvtier.testing.tier_driver import ROW_BYTES, TierDriver, content_of, key_of, make_config, make_rows
+from kvtier.testing.tier_driver import TierDriver, content_of, key_of, make_config, make_rows
 from kvtier.tiering.base import JobMetadata, SecondaryTierManager, TierSettings
 from kvtier.tiering.factory import create_secondary_tier
 from kvtier.tiering.kit.key_ring import add_entry, drop_tenant, make_ring, read_ring, write_ring

@@ -43,9 +43,7 @@ def manage(root: Path, num_slots: int, own: TierSettings) -> Iterator[TieringDri
     def make_tiers(view: memoryview) -> list[SecondaryTierManager]:
         config = make_config(row_bytes=ROW_BYTES)
         num_bytes = bytes_of_packs(1, num_slots, ROW_BYTES)
-        return [
-            AwakeTier(config, view, own, root_dir=root, capacity_bytes=num_bytes, pack_bytes=num_bytes)
-        ]
+        return [AwakeTier(config, view, own, root_dir=root, capacity_bytes=num_bytes, pack_bytes=num_bytes)]
 
     driver = TieringDriver(8, make_tiers)
     yield driver

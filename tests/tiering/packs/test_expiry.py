@@ -140,9 +140,7 @@ def test_what_is_over_leaves_the_journals_without_any_request(start: Start, wall
     assert not any(map(without.lookup, (1, 2, 3)))
 
 
-def test_a_neighbours_block_that_is_over_is_a_miss(
-    start_tier: StartTier, wall: WallClock
-) -> None:
+def test_a_neighbours_block_that_is_over_is_a_miss(start_tier: StartTier, wall: WallClock) -> None:
     first = start_tier(wall_clock=wall)
     second = start_tier(wall_clock=wall, ttl_s=TTL_S)
     assert first.store([1]).success

@@ -42,7 +42,9 @@ def failed_alone(driver: TierDriver, number: int) -> bool:
 
 def having(buffers: Buffers, number: int, row_bytes: int = ROW_BYTES) -> bool:
     """Return whether a block is among what is written."""
-    return any(len(one) == row_bytes and bytes(one) == bytes(content_of(number, row_bytes)) for one in buffers)
+    return any(
+        len(one) == row_bytes and bytes(one) == bytes(content_of(number, row_bytes)) for one in buffers
+    )
 
 
 @pytest.mark.parametrize("place", [0, 8, 40, 82, 127, 4096, SLOT_BYTES - 1])
