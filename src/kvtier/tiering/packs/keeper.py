@@ -19,6 +19,7 @@ from kvtier.tiering.packs.catalog import PackCatalog
 from kvtier.tiering.packs.documents import PackSiblings
 from kvtier.tiering.packs.neighbours import SLOT_BITS, SLOT_MASK, PackNamespace, address_of
 from kvtier.tiering.packs.notes import Neighbour, NotesState, OthersNotes, OwnNotes, WantNote
+from kvtier.tiering.packs.own_blocks import SlotPin
 from kvtier.tiering.packs.purge_requests import (
     ACKNOWLEDGE_S,
     NamedBlock,
@@ -28,7 +29,6 @@ from kvtier.tiering.packs.purge_requests import (
     write_request,
 )
 from kvtier.tiering.packs.room import Room, Tail, Want, gives
-from kvtier.tiering.packs.slot_table import SlotPin
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,9 @@ USE_MARGIN_S = 2
 """A block counts as used since its record was written if it was used later by more than this. Less takes the end of its
 store for a use; more removes blocks that were used seconds ago."""
 
+
+STOP_S = 30.0
+"""Seconds for which the thread is waited for when the tier ends: it stops at its next pack."""
 
 NEVER_S = float("-inf")
 """Of what has never been done."""
@@ -215,9 +218,15 @@ class Keeper:
     def stop(self) -> None:
         """End the thread and remove the notes."""
         self._is_stopped.set()
+        self._catalog.stop()
         self._woken.set()
         if self._thread is not None:
-            self._thread.join(KEEP_S)
+            self._thread.join(STOP_S)
+            if self._thread.is_alive():
+                logger.warning(
+                    "tier %s: the disk hangs: packs stay locked until this process ends", self._catalog.tier
+                )
+                return
         self._notes.close()
         self._others.close()
 

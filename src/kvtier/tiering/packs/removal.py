@@ -25,7 +25,7 @@ from kvtier.tiering.packs.purge_requests import (
     make_request,
     write_request,
 )
-from kvtier.tiering.packs.records import Change, Kind
+from kvtier.tiering.packs.records import Change, Kind, Records, last_of_each
 
 MAX_ATTEMPTS = 3
 """Tries to remove a block whose pack gets another owner meanwhile. More would go on for ever."""
@@ -141,6 +141,8 @@ class BlockRemoval:
             if pack.journal.is_lost:
                 pack.journal.append(view.stored())  # the others would not be found any more
                 pack.journal.is_lost = False
+            if pack.journal.is_long:
+                pack.journal.rewrite(_held_in, is_durable=True)
             pack.journal.append([Change(Kind.DROPPED, slot, b"") for slot in slots])
             pack.punch(slots)
             pack.journal.sync()
@@ -210,6 +212,12 @@ def describe_process(state: NotesState) -> str:
 
 def _amount_of(blocks: Collection[PlaceBlock]) -> Amount:
     return Amount(len(blocks), sum(block.num_bytes for block in blocks))
+
+
+def _held_in(records: Records) -> Records:
+    last = last_of_each(records)
+    held: Records = last[last["kind"] == Kind.STORED]
+    return held
 
 
 def _give_back(pack: Pack) -> None:
