@@ -75,6 +75,16 @@ def test_a_pack_that_its_owner_did_not_close_is_still_one_after_a_removal(
     assert start_tier().load_right([1, 2]) == {2}
 
 
+def test_blocks_go_from_a_pack_whose_journal_is_as_long_as_it_may_be(
+    root: Path, start_tier: StartTier, place: PackPlace
+) -> None:
+    fill(start_tier, [1, 2])
+    (journal,) = root.glob("*/*.index")
+    os.truncate(journal, 2**30)
+    assert remove(place, [block for block in place.blocks() if block.key == key_of(1)]) == 1
+    assert start_tier().load_right([1, 2]) == {2}
+
+
 def test_what_a_dead_process_left_of_a_pack_goes_with_its_namespace(
     root: Path, start_tier: StartTier, place: PackPlace
 ) -> None:
