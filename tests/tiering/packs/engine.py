@@ -1,8 +1,8 @@
-"""An engine's tier of packs whose keeper is the test's: other processes are looked at before each call, not in between."""
+"""An engine's tier of packs whose keeper is the test's: it looks at others before each call, not in between."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 from weakref import WeakSet
 
 from kvtier.base import OffloadKey, ReqContext
@@ -31,16 +31,16 @@ class AwakeTier(PackTier):
         living: the tiers that have not ended.
     """
 
-    living: "ClassVar[WeakSet[AwakeTier]]" = WeakSet()
+    living: ClassVar[WeakSet[PackTier]] = WeakSet()
 
     def __init__(
         self,
         config: OffloadingConfig,
         primary_kv_view: memoryview,
         settings: TierSettings = NO_SETTINGS,
-        **own: Any,  # Any: as the tier's own
+        **own: object,
     ) -> None:
-        super().__init__(config, primary_kv_view, settings, **{"has_thread": False, **own})
+        super().__init__(config, primary_kv_view, settings, **{"has_thread": False, **own})  # type: ignore[arg-type]  # the tier's own
         self.living.add(self)
         self.look()
 
@@ -108,7 +108,7 @@ def start_driver(config: OffloadingConfig, row_bytes: int = ROW_BYTES, **options
         "num_threads": 1,
     }
     rows = make_rows(row_bytes=row_bytes)
-    return TierDriver(AwakeTier(config, rows, **(dict(arguments) | options)), rows)
+    return TierDriver(AwakeTier(config, rows, **(dict(arguments) | options)), rows)  # type: ignore[arg-type]  # a test's own options
 
 
 def tick(drivers: Sequence[TierDriver]) -> None:

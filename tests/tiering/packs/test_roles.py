@@ -137,7 +137,9 @@ class TestPacks(EveryRole):
     ) -> SecondaryTierManager:
         num_slots = own.pop("num_slots", None)
         if isinstance(num_slots, int):  # a single pack of so many
-            own["capacity_bytes"] = own["pack_bytes"] = bytes_of_packs(1, num_slots, (rows.shape or (0, 0))[1])
+            own["capacity_bytes"] = own["pack_bytes"] = bytes_of_packs(
+                1, num_slots, (rows.shape or (0, 0))[1]
+            )
         return super().build(config, rows, settings, **{"wall_clock": self.tell_time, **own})
 
     def tell_time(self) -> float:

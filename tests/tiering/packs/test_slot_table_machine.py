@@ -84,7 +84,9 @@ class SlotTableMachine(RuleBasedStateMachine):
         for block in held:
             assert key_of(self.recorded[address_of(number, block.slot)]) == block.key
         self.packs.remove(number)
-        self.recorded = {address: block for address, block in self.recorded.items() if address >> 32 != number}
+        self.recorded = {
+            address: block for address, block in self.recorded.items() if address >> 32 != number
+        }
 
     @rule(target=stores, blocks=NUMBERS, failing=st.booleans())
     def begin_store(self, blocks: list[int], failing: bool) -> tuple[Sequence[SlotPin], list[int]]:
