@@ -2,7 +2,7 @@
 
 Ten times a second while the engine uses the tier, once a second otherwise, it reads what others have appended to their
 journals. Once a second it looks whether the directory and its own packs are still there, answers what the notes of
-others say (uses, damage, a wish for room), carries out purges that are asked for, drops blocks that are over, and
+others say (uses, damage, a lack of room), carries out purges that are asked for, drops blocks that are over, and
 writes its own notes.
 """
 
@@ -248,7 +248,7 @@ class Keeper:
         if self._absence:
             return
         if is_due and not self._catalog.is_indexed:
-            self._write_notes(self._catalog.namespace)  # whoever starts now must not take every pack
+            self._write_notes(self._catalog.namespace)  # a process that starts now must not take every pack
         if is_due or now_s - self._used_s < ACTIVE_S:
             self._catalog.poll(adopts=is_due and not self._catalog.is_indexed and self._is_alone())
         if is_due:
@@ -308,10 +308,10 @@ class Keeper:
             return
         own = Tail(self._process, oldest[0])
         for one in self._living:
-            wish = one.state.wants
-            if wish is None or self._granted.get(one.process) == wish.since_s:
+            noted = one.state.wants
+            if noted is None or self._granted.get(one.process) == noted.since_s:
                 continue
-            want = Want(wish.namespace, wish.since_s, wish.oldest_used_s)
+            want = Want(noted.namespace, noted.since_s, noted.oldest_used_s)
             tails = [
                 Tail(other.process, other.state.oldest_used_s)
                 for other in self._living
@@ -320,7 +320,7 @@ class Keeper:
             if gives(own, tails, want):
                 is_same = want.namespace == self._catalog.namespace.name
                 self._catalog.give(oldest[1], is_first_to_go=not is_same)
-                self._granted = {one.process: wish.since_s}
+                self._granted = {one.process: noted.since_s}
                 return
 
     def _answer_damage(self, namespace: PackNamespace, own_packs: dict[bytes, int], one: Neighbour) -> None:

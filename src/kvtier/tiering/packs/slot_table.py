@@ -4,7 +4,7 @@ An own pack is one that this process writes. A slot of it is free, or holds a wh
 by the one writer that fills it.
 
 A slot that a block has left is *undropped* until the journal says so. INVARIANT: no slot is written while the last
-record of the journal says that it holds a block. So whoever takes slots appends a record for each undropped one first.
+record of the journal says that it holds a block. So a store that takes slots appends a record for each undropped one first.
 """
 
 import threading
@@ -433,7 +433,7 @@ class SlotTable:
         return pin
 
     def _vacate(self, address: int) -> None:
-        """Note that a slot's block has left it; its record is written by whoever takes slots next."""
+        """Note that a slot's block has left it; its record is written by the next store."""
         pack = self._packs.get(address >> SLOT_BITS)
         if pack is not None:
             slot = address & SLOT_MASK

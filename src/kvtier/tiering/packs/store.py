@@ -147,7 +147,7 @@ class PackBlockStore(BlockStore[PackNamespace], PageKeeper[PackNamespace]):
                 stored = [pin for pin in pins if pin.key in written]
                 recorded = self._catalog.record(namespace, packs, stored)
         finally:
-            # Where an append has failed nobody knows what the journal says.
+            # Where an append has failed it is not known what the journal says.
             undropped = {*undropped, *(pin.address for pin in plan.pins if pin.key in written - recorded)}
             kept = self._table.complete_store(plan.pins, recorded, undropped)
         others = self._table.wait_written(namespace, plan.awaited, PEER_WAIT_S) if plan.awaited else []
