@@ -4,7 +4,8 @@ An own pack is one that this process writes. A slot of it is free, or holds a wh
 by the one writer that fills it.
 
 A slot that a block has left is *undropped* until the journal says so. INVARIANT: no slot is written while the last
-record of the journal says that it holds a block. So a store that takes slots appends a record for each undropped one first.
+record of the journal says that it holds a block. So a store that takes slots appends a record for each undropped one
+first.
 """
 
 import threading
