@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 from tests.tiering.packs.engine import HANG_GUARD_S, start_driver
+from tests.tiering.packs.placed import Living
 
 from kvtier.testing.tier_driver import ROW_BYTES, TierDriver, make_config
+from kvtier.tiering.packs.place import PackPlace
 
 StartTier = Callable[..., TierDriver]
 
@@ -30,3 +32,17 @@ def start_tier(root: Path) -> Iterator[StartTier]:
     yield start
     for driver in drivers:
         assert driver.tier.shutdown(HANG_GUARD_S)
+
+
+@pytest.fixture
+def living() -> Living:
+    """The engines that answer while the place of the test waits; a test adds them."""
+    return Living()
+
+
+@pytest.fixture
+def place(root: Path, living: Living) -> Iterator[PackPlace]:
+    """The place of the test's tiers, which may be made before it is there."""
+    found = PackPlace(root, clock=living.clock, pause=living.pause)
+    yield found
+    found.close()

@@ -29,8 +29,9 @@ from tests.tiering.packs.packed import (
 from kvtier.errors import PlaceError
 from kvtier.tiering.packs.directory import PackDirectory
 from kvtier.tiering.packs.pack import Pack
+from kvtier.tiering.packs.pack_files import FoundPack, list_packs
 from kvtier.tiering.packs.pack_header import MAX_PACK_BYTES, NUM_PACKS, disk_bytes_of, plan_geometry
-from kvtier.tiering.packs.system_calls import SystemCalls, fallocate
+from kvtier.tiering.packs.system_calls import SystemCalls, fallocate, try_lock
 
 T = TypeVar("T")
 
@@ -127,9 +128,8 @@ def test_all_namespaces_share_the_capacity(root: Path) -> None:
 def test_a_pack_with_holes_counts_as_a_whole_one(root: Path) -> None:
     directory = make_directory(root)
     packs = fill(directory)
-    before = used_on_disk(root)
-    packs[0].punch(range(packs[0].geometry.num_slots))
-    assert used_on_disk(root) <= before
+    for pack in packs:
+        pack.punch(range(pack.geometry.num_slots))
     assert directory.create(NAMESPACE, CAPACITY_BYTES, may_remove=True) is None
     close_all(packs)
 
@@ -250,6 +250,31 @@ def test_what_is_left_of_a_pack_is_removed_when_one_is_made(root: Path, suffixes
     paths = plant(directory, *suffixes)
     create(directory).close()
     assert not any(path.exists() for path in paths)
+
+
+def test_the_journal_of_a_pack_stays_that_got_its_name_since_the_folder_was_listed(root: Path) -> None:
+    directory = make_directory(root)
+    pack = create(directory)
+    (listed,) = list_packs(directory.folder_of(NAMESPACE))
+    journal_alone = FoundPack(listed.folder, listed.stem, {".index": listed.files[".index"]})
+    assert not directory._is_abandoned(journal_alone)
+    assert pack.path.with_suffix(".index").exists()
+    pack.close()
+
+
+def test_a_pack_that_is_replaced_while_it_is_locked_is_not_owned(root: Path) -> None:
+    create(make_directory(root)).close()
+    (path,) = make_directory(root).folder_of(NAMESPACE).glob("*.pack")
+
+    def replace_and_lock(fd: int) -> bool:
+        if Path(f"/proc/self/fd/{fd}").readlink() == path:
+            data = path.read_bytes()
+            path.unlink()
+            path.write_bytes(data)
+        return try_lock(fd)
+
+    directory = make_directory(root, calls=SystemCalls(try_lock=replace_and_lock))
+    assert directory.adopt(NAMESPACE, path.name) is None
 
 
 def test_a_pack_that_is_being_made_counts_and_stays(root: Path) -> None:

@@ -75,6 +75,15 @@ def test_two_wrong_bytes_are_noticed(first: int, second: int, flips: tuple[int, 
     assert len(records) == (data == DATA[:RECORD_BYTES])
 
 
+def test_the_top_bits_of_two_words_are_noticed() -> None:
+    for first in range(7, 56, 8):
+        for second in range(first + 8, 56, 8):
+            data = bytearray(DATA[:RECORD_BYTES])
+            data[first] ^= 0x80
+            data[second] ^= 0x80
+            assert whole_records(bytes(data), PACK_ID, NUM_SLOTS)[1] == 0
+
+
 @given(data=st.binary(max_size=2000))
 def test_other_bytes_are_no_records(data: bytes) -> None:
     assert whole_records(data, PACK_ID, NUM_SLOTS)[1] == 0

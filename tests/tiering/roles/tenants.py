@@ -13,6 +13,12 @@ from kvtier.tiering.factory import create_secondary_tier
 Quotas = Mapping[str, int | None]
 
 
+def count_evicted(driver: TenantDriver) -> float:
+    """Return how many blocks a tier has evicted; some count objects."""
+    stats = driver.tier.stats()
+    return stats["evicted"] if "evicted" in stats else stats["evicted_blocks"]
+
+
 class Tenants(RoleSuite):
     """Quotas in blocks."""
 
@@ -78,7 +84,7 @@ class Tenants(RoleSuite):
         driver.poll_until(lambda: self.counts() == {"alice": 4, **others})
         self.wait_counted(driver, "alice", {"alice": 4, "bob": 8, "carol": 12})
         driver.poll_until(lambda: self.counts() == {"alice": 4, **others})
-        assert driver.tier.stats()["evicted"] >= 4
+        assert count_evicted(driver) >= 4
 
     @needs("quotas")
     def test_within_their_quotas_tenants_lose_nothing(self) -> None:
@@ -88,9 +94,9 @@ class Tenants(RoleSuite):
         assert len(driver.store_of("carol", range(9))) == 9
         driver.poll_until(lambda: self.counts()["carol"] == 8)
         assert held <= self.held_keys()
-        assert driver.tier.stats()["evicted"] == 1
+        assert count_evicted(driver) == 1
 
-    @needs("quotas", "ages")
+    @needs("quotas", "ages", "an age of a block's own")
     def test_the_blocks_used_longest_ago_leave_first(self) -> None:
         # Without quotas first: an engine with some would remove them by the times that the backend gave them.
         self.start_tenants({"alice": None}).store_of("alice", range(8))
@@ -102,7 +108,7 @@ class Tenants(RoleSuite):
         driver.poll_until(lambda: self.counts() == {"alice": 4, "bob": 8})
         assert {key_of_tenant("alice", number) for number in (0, 2, 4, 6)} <= self.held_keys()
 
-    @needs("quotas")
+    @needs("quotas", "quotas of all models")
     def test_engines_of_several_models_keep_one_quota_together(self) -> None:
         quotas = {"alice": 5, "*": 3}
         drivers = [self.start_tenants(quotas, model) for model in ("model-a", "model-a", "model-b")]
@@ -119,7 +125,7 @@ class Tenants(RoleSuite):
             assert len(driver.store_of("alice", range(first, first + 4))) == 4
         driver.poll_until(lambda: self.counts() == {"alice": 4, "bob": 6})
 
-    @needs("quotas")
+    @needs("quotas", "emptied")
     def test_a_backend_that_is_emptied_is_counted_again(self) -> None:
         driver = self.start_tenants({"alice": 4, "bob": 8})
         driver.store_of("alice", range(4))

@@ -13,15 +13,11 @@ from contextlib import suppress
 from functools import partial
 from itertools import groupby
 
-import numpy as np
-import numpy.typing as npt
-
 from kvtier.base import OffloadKey
-from kvtier.tiering.kit.backend import allocate_page
-from kvtier.tiering.kit.envelope import HeaderCheck, unpack
 from kvtier.tiering.packs.directory import PackDirectory
 from kvtier.tiering.packs.documents import write_document
 from kvtier.tiering.packs.neighbours import (
+    NO_CONTENTS,
     SLOT_BITS,
     SLOT_MASK,
     Difference,
@@ -29,19 +25,13 @@ from kvtier.tiering.packs.neighbours import (
     SlotContent,
 )
 from kvtier.tiering.packs.open_packs import OpenPacks
+from kvtier.tiering.packs.own_blocks import SlotPin, SlotReservation
 from kvtier.tiering.packs.pack import Pack
-from kvtier.tiering.packs.records import Change, Kind, Records, last_of_each, names_of
-from kvtier.tiering.packs.slot_table import SlotPin, SlotReservation, SlotTable
+from kvtier.tiering.packs.pack_contents import Times, contents_of, in_order_of_use, take_over
+from kvtier.tiering.packs.records import Change, Kind
+from kvtier.tiering.packs.slot_table import SlotTable
 
 logger = logging.getLogger(__name__)
-
-Times = npt.NDArray[np.uint32]
-"""When each slot of a pack was last used, seconds since 1970; shape (num_slots,)."""
-
-UNSURE_S = 120
-"""Blocks stored less than this before the last one of a pack are read before they are announced, where the pack's owner
-has not closed it: a loss of power may keep the journal and lose bytes. A kernel writes them within half a minute; more
-reads more at the start."""
 
 MAX_GIVEN = 4
 """Packs given away last, which this process does not adopt: they are for the one that lacks room."""
@@ -84,7 +74,7 @@ class PackCatalog:
         self._namespace: PackNamespace | None = None
         self._released: deque[int] = deque()
         self._indexed = threading.Event()
-        self._is_missing = False
+        self._is_missing = self._is_stopped = False
         self._given: deque[str] = deque(maxlen=MAX_GIVEN)
 
     # The namespace
@@ -140,6 +130,8 @@ class PackCatalog:
             if not self.is_indexed or self.directory.changed(namespace.name):
                 known = {pack.name for pack in self._packs_of(namespace)}
                 for name in sorted(self.directory.names(namespace.name) - known):
+                    if self._is_stopped:
+                        break
                     if not (adopts and self._adopt(namespace, name)):
                         self._open(namespace, name)
             for number in namespace.neighbours.numbers():
@@ -150,6 +142,10 @@ class PackCatalog:
                 self._indexed.set()
             else:
                 self._released.extend(namespace.neighbours.clear())
+
+    def stop(self) -> None:
+        """Have a ``poll`` that lists packs end at its next one."""
+        self._is_stopped = True
 
     def check_own(self) -> Pack | None:
         """Forget own packs that were removed, cut or overwritten; return one that another process writes as well."""
@@ -200,7 +196,7 @@ class PackCatalog:
             if pack is None:
                 return False
             self.packs.add(pack)
-            if not self.table.add_pack(namespace, pack.number, pack.geometry.num_slots, ()):
+            if not self.table.add_pack(namespace, pack.number, pack.geometry.num_slots, NO_CONTENTS):
                 self.packs.retire(pack.number, Pack.close)
             return True
 
@@ -344,7 +340,7 @@ class PackCatalog:
             self._forget(namespace, pack)
             return
         if is_new or len(records):
-            contents = list(_contents_of(records, namespace))
+            contents = list(contents_of(records, namespace))
             self._note(namespace, namespace.neighbours.apply(pack.number, contents, is_all=is_new))
 
     def _note(self, namespace: PackNamespace, difference: Difference) -> None:
@@ -371,13 +367,13 @@ class PackCatalog:
         if pack is None:
             return False
         try:
-            blocks = self._take_over(namespace, pack)
+            contents = take_over(namespace, pack)
         except OSError as error:
             logger.warning("tier %s: %s cannot be adopted: %s", self.tier, pack.path, error)
             pack.close()
             return False
         self.packs.add(pack)
-        if not self.table.add_pack(namespace, pack.number, pack.geometry.num_slots, blocks):
+        if not self.table.add_pack(namespace, pack.number, pack.geometry.num_slots, contents):
             self.packs.retire(pack.number, Pack.close)
         for other in self.packs.all():
             if other.name == name and other.number != pack.number:
@@ -385,37 +381,6 @@ class PackCatalog:
                 self._note(namespace, difference)
                 self.packs.retire(other.number, Pack.close)
         return True
-
-    def _take_over(self, namespace: PackNamespace, pack: Pack) -> list[SlotContent]:
-        """Return what an adopted pack holds; what its journal has wrongly is dropped in it first.
-
-        Raises:
-            OSError: the journal cannot be read or written.
-        """
-        if pack.journal.is_lost:
-            found = list(_read_envelopes(pack, namespace))
-            pack.journal.append(
-                [
-                    Change(Kind.STORED, block.slot, namespace.format.name(block.key))
-                    for block in found
-                    if block.key
-                ]
-            )
-            return found
-        blocks = [
-            block for block in _contents_of(pack.journal.tail().records, namespace) if block.key is not None
-        ]
-        if pack.was_closed and pack.same_boot:
-            return blocks
-        unsure_s = max((block.stored_s for block in blocks), default=0) - UNSURE_S
-        lost = [
-            block.slot
-            for block in blocks
-            if block.stored_s >= unsure_s and not _is_there(pack, namespace, block)
-        ]
-        if lost:
-            pack.journal.append([Change(Kind.DROPPED, slot, b"") for slot in lost])
-        return [block for block in blocks if block.slot not in set(lost)]
 
     def _drop_in(self, pack: Pack, slots: Sequence[int], *, erases: bool) -> bool:
         if not self._append(pack, [Change(Kind.DROPPED, slot, b"") for slot in slots]):
@@ -428,14 +393,15 @@ class PackCatalog:
     def _append(self, pack: Pack, changes: Sequence[Change]) -> bool:
         """Append to a journal; durable where that is asked for, data and records in either order."""
         try:
+            # Before it: a journal at its limit takes no more, and records that are written stand whatever fails then.
+            used_s = self.table.used_times(pack.number) if pack.journal.is_long else None
+            if used_s is not None:
+                with suppress(OSError):  # a full disk: there may be room for these records yet
+                    self._compact(pack, used_s)
             pack.journal.append(changes)
             if self._is_durable:
                 pack.sync()
                 pack.journal.sync()
-            if pack.journal.is_long:
-                used_s = self.table.used_times(pack.number)
-                if used_s is not None:
-                    self._compact(pack, used_s)
         except OSError as error:
             logger.warning("tier %s: the journal of %s was not written: %s", self.tier, pack.path, error)
             return False
@@ -446,7 +412,7 @@ class PackCatalog:
 
         It is made of the journal itself, not of the table: what another job has recorded and not completed stays.
         """
-        pack.journal.rewrite(partial(_in_order_of_use, used_s=used_s), is_durable=self._is_durable)
+        pack.journal.rewrite(partial(in_order_of_use, used_s=used_s), is_durable=self._is_durable)
 
     def _release(self, pack: Pack, *, used_s: Times, is_first_to_go: bool = False) -> None:
         with suppress(OSError):
@@ -461,51 +427,3 @@ class PackCatalog:
 def _by_pack(addresses: Iterable[int]) -> Iterator[tuple[int, list[int]]]:
     for number, group in groupby(sorted(addresses), key=lambda address: address >> SLOT_BITS):
         yield number, list(group)
-
-
-def _in_order_of_use(records: Records, used_s: Times) -> Records:
-    held = last_of_each(records)
-    held = held[held["kind"] == Kind.STORED]
-    held["used_s"] = np.maximum(held["used_s"], used_s[held["slot"]])
-    ordered: Records = held[np.argsort(held["used_s"], kind="stable")]
-    return ordered
-
-
-def _contents_of(records: Records, namespace: PackNamespace) -> Iterator[SlotContent]:
-    """Yield what the records say last of each slot."""
-    records = last_of_each(records)
-    is_stored = (records["kind"] == Kind.STORED).tolist()
-    slots, stored_s, used_s = (records[name].tolist() for name in ("slot", "stored_s", "used_s"))
-    key = namespace.format.key
-    for slot, name, stored, begun, used in zip(
-        slots, names_of(records), is_stored, stored_s, used_s, strict=True
-    ):
-        yield SlotContent(slot, key(name) if stored else None, begun, used)
-
-
-def _is_there(pack: Pack, namespace: PackNamespace, block: SlotContent) -> bool:
-    """Return whether the envelope in a slot is of the block that the journal has."""
-    assert block.key is not None, "a slot that holds nothing is not read"
-    found = read_envelope(pack, block.slot)
-    return found is not None and found == (namespace.identity.digest[:16], namespace.format.name(block.key))
-
-
-def _read_envelopes(pack: Pack, namespace: PackNamespace) -> Iterator[SlotContent]:
-    """Yield the blocks whose envelopes are in the slots of a pack."""
-    own = namespace.identity.digest[:16]
-    for slot in range(pack.geometry.num_slots):
-        found = read_envelope(pack, slot)
-        if found is not None and found[0] == own:
-            yield SlotContent(slot, namespace.format.key(found[1]))
-
-
-def read_envelope(pack: Pack, slot: int) -> tuple[bytes, bytes] | None:
-    """Return the namespace and the name in a slot's header, None where it is none or cannot be read."""
-    page = allocate_page()
-    try:
-        if pack.read(slot, [page]) < len(page):
-            return None
-    except OSError:
-        return None
-    found = unpack(page)
-    return None if isinstance(found, HeaderCheck) else (found.namespace, found.key)

@@ -286,7 +286,7 @@ class PackDirectory:
         with self.locked() as is_held:
             if not is_held or not stat.S_ISDIR(folder.lstat().st_mode):
                 return False  # what is behind a link is not the tier's
-            if any(not self._is_abandoned(found) for found in list_packs(folder)):
+            if [found for found in list_packs(folder) if not self._is_abandoned(found)]:
                 return False
             if not {path.name for path in folder.iterdir()} <= {RELEASED_NAME, *names_beside}:
                 return False

@@ -78,7 +78,8 @@ def write_document(directory: PackDirectory, identity: Namespace) -> None:
     """
     folder, data = directory.make_folder(identity.name), identity.document.encode()
     if read_beside(folder, DOCUMENT_NAME, MAX_DOCUMENT_BYTES) != data:
-        write_beside(folder, DOCUMENT_NAME, data, directory.file_mode)
+        with suppress(IsADirectoryError):  # words alone are missing then
+            write_beside(folder, DOCUMENT_NAME, data, directory.file_mode)
 
 
 def list_namespaces(root: Path) -> list[str]:

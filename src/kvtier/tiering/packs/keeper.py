@@ -2,7 +2,7 @@
 
 Ten times a second while the engine uses the tier, once a second otherwise, it reads what others have appended to their
 journals. Once a second it looks whether the directory and its own packs are still there, answers what the notes of
-others say (uses, damage, a wish for room), carries out purges that are asked for, drops blocks that are over, and
+others say (uses, damage, a lack of room), carries out purges that are asked for, drops blocks that are over, and
 writes its own notes.
 """
 
@@ -19,6 +19,7 @@ from kvtier.tiering.packs.catalog import PackCatalog
 from kvtier.tiering.packs.documents import PackSiblings
 from kvtier.tiering.packs.neighbours import SLOT_BITS, SLOT_MASK, PackNamespace, address_of
 from kvtier.tiering.packs.notes import Neighbour, NotesState, OthersNotes, OwnNotes, WantNote
+from kvtier.tiering.packs.own_blocks import SlotPin
 from kvtier.tiering.packs.purge_requests import (
     ACKNOWLEDGE_S,
     NamedBlock,
@@ -28,7 +29,6 @@ from kvtier.tiering.packs.purge_requests import (
     write_request,
 )
 from kvtier.tiering.packs.room import Room, Tail, Want, gives
-from kvtier.tiering.packs.slot_table import SlotPin
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,9 @@ USE_MARGIN_S = 2
 """A block counts as used since its record was written if it was used later by more than this. Less takes the end of its
 store for a use; more removes blocks that were used seconds ago."""
 
+
+STOP_S = 30.0
+"""Seconds for which the thread is waited for when the tier ends: it stops at its next pack."""
 
 NEVER_S = float("-inf")
 """Of what has never been done."""
@@ -215,9 +218,15 @@ class Keeper:
     def stop(self) -> None:
         """End the thread and remove the notes."""
         self._is_stopped.set()
+        self._catalog.stop()
         self._woken.set()
         if self._thread is not None:
-            self._thread.join(KEEP_S)
+            self._thread.join(STOP_S)
+            if self._thread.is_alive():
+                logger.warning(
+                    "tier %s: the disk hangs: packs stay locked until this process ends", self._catalog.tier
+                )
+                return
         self._notes.close()
         self._others.close()
 
@@ -239,7 +248,7 @@ class Keeper:
         if self._absence:
             return
         if is_due and not self._catalog.is_indexed:
-            self._write_notes(self._catalog.namespace)  # whoever starts now must not take every pack
+            self._write_notes(self._catalog.namespace)  # a process that starts now must not take every pack
         if is_due or now_s - self._used_s < ACTIVE_S:
             self._catalog.poll(adopts=is_due and not self._catalog.is_indexed and self._is_alone())
         if is_due:
@@ -299,10 +308,10 @@ class Keeper:
             return
         own = Tail(self._process, oldest[0])
         for one in self._living:
-            wish = one.state.wants
-            if wish is None or self._granted.get(one.process) == wish.since_s:
+            noted = one.state.wants
+            if noted is None or self._granted.get(one.process) == noted.since_s:
                 continue
-            want = Want(wish.namespace, wish.since_s, wish.oldest_used_s)
+            want = Want(noted.namespace, noted.since_s, noted.oldest_used_s)
             tails = [
                 Tail(other.process, other.state.oldest_used_s)
                 for other in self._living
@@ -311,7 +320,7 @@ class Keeper:
             if gives(own, tails, want):
                 is_same = want.namespace == self._catalog.namespace.name
                 self._catalog.give(oldest[1], is_first_to_go=not is_same)
-                self._granted = {one.process: wish.since_s}
+                self._granted = {one.process: noted.since_s}
                 return
 
     def _answer_damage(self, namespace: PackNamespace, own_packs: dict[bytes, int], one: Neighbour) -> None:

@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from kvtier.base import OffloadKey
 from kvtier.namespace import Namespace
 from kvtier.tiering.kit.block_format import BlockFormat, format_of
@@ -38,6 +41,25 @@ class SlotContent(NamedTuple):
     key: OffloadKey | None
     stored_s: int = 0
     used_s: int = 0
+
+
+class PackContents(NamedTuple):
+    """The blocks of a pack, oldest use first.
+
+    Attributes:
+        slots: where they are; shape (num_blocks,).
+        keys: the blocks.
+        stored_s: when each was stored, seconds since 1970; shape (num_blocks,).
+        used_s: when each was last used; shape (num_blocks,).
+    """
+
+    slots: npt.NDArray[np.int64]
+    keys: Sequence[OffloadKey]
+    stored_s: npt.NDArray[np.uint32]
+    used_s: npt.NDArray[np.uint32]
+
+
+NO_CONTENTS = PackContents(np.zeros(0, np.int64), (), np.zeros(0, np.uint32), np.zeros(0, np.uint32))
 
 
 class Difference(NamedTuple):

@@ -11,9 +11,9 @@ from kvtier.base import OffloadKey, get_offload_tenant
 from kvtier.tiering.kit.block_pieces import check_in_pieces
 from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
 from kvtier.tiering.kit.place import BlockState, Opener, PlaceBlock
-from kvtier.tiering.packs.catalog import read_envelope
 from kvtier.tiering.packs.directory import PackDirectory
 from kvtier.tiering.packs.pack import Pack
+from kvtier.tiering.packs.pack_contents import read_envelopes
 from kvtier.tiering.packs.pack_files import PACK_SUFFIX
 from kvtier.tiering.packs.records import NO_RECORDS, RECORD, Change, Kind, Records, names_of, pack_changes
 
@@ -72,7 +72,7 @@ class PackView:
         """Take over what was written since the last call."""
         is_new, records = False, NO_RECORDS
         if self.pack.journal.is_lost:
-            records = np.frombuffer(pack_changes(self._read_envelopes(), self.pack.header.pack_id), RECORD)
+            records = np.frombuffer(pack_changes(read_envelopes(self.pack), self.pack.header.pack_id), RECORD)
         else:
             with suppress(OSError):  # gone meanwhile: what it said last stands
                 is_new, records = self.pack.journal.tail()
@@ -148,12 +148,6 @@ class PackView:
         if found is None or not unless_changed:
             return found is not None
         return found.stored_s == stamp.stored_s and found.used_s <= stamp.used_s
-
-    def _read_envelopes(self) -> Iterator[Change]:
-        for slot in range(self.pack.geometry.num_slots):
-            found = read_envelope(self.pack, slot)
-            if found is not None and found[0] == self.pack.header.namespace:
-                yield Change(Kind.STORED, slot, found[1])
 
 
 class PackReader:

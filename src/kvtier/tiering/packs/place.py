@@ -180,8 +180,8 @@ class PackPlace(Place):
             raise TierError(TIER_TYPE, f"{self._root} cannot be changed: {error}") from error
 
     def end_removal(self, namespaces: Collection[str]) -> None:
-        self._removal.close()
         try:
+            self._removal.close()
             for name in namespaces:
                 self._removal.remove_namespace(name)
         except OSError as error:
@@ -219,7 +219,8 @@ class PackPlace(Place):
         return removed
 
     def close(self) -> None:
-        self._removal.close()
+        with suppress(OSError):  # ``end_removal`` tells
+            self._removal.close()
         self._reader.close()
         self._notes.close()
 

@@ -143,7 +143,9 @@ def _checksums(records: Records, pack_id: bytes) -> npt.NDArray[np.uint64]:
     pack's id is in it, so that the journal of another pack is not taken for this one's.
     """
     words = records.view("<u8").reshape(-1, RECORD_BYTES // 8)[:, :-1] * _FACTORS
+    # A product keeps its top bits to itself: without the second one, top bits of two words may cancel.
     words ^= words >> _HALF
+    words *= _FACTORS
     sums: npt.NDArray[np.uint64] = words.sum(axis=1, dtype=np.uint64) + np.frombuffer(pack_id[:8], "<u8")
     return sums
 

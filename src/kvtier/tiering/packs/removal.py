@@ -25,7 +25,7 @@ from kvtier.tiering.packs.purge_requests import (
     make_request,
     write_request,
 )
-from kvtier.tiering.packs.records import Change, Kind
+from kvtier.tiering.packs.records import Change, Kind, Records, last_of_each
 
 MAX_ATTEMPTS = 3
 """Tries to remove a block whose pack gets another owner meanwhile. More would go on for ever."""
@@ -35,7 +35,7 @@ POLL_S = 0.1
 
 
 class BlockRemoval:
-    """Removes blocks. Mutable is the pack that is adopted just now; one thread.
+    """Removes blocks. Mutable is the pack that is adopted just now, and whether it was changed; one thread.
 
     Args:
         tier: type of the tier, for messages.
@@ -62,6 +62,7 @@ class BlockRemoval:
         self._clock = clock
         self._pause = pause
         self._own: PackView | None = None
+        self._is_changed = False
 
     def remove(self, blocks: Sequence[PlaceBlock], *, unless_changed: bool) -> Amount:
         """Remove blocks; return how many and how much.
@@ -116,10 +117,20 @@ class BlockRemoval:
             self._directory.remove_folder(name, (DOCUMENT_NAME, PAGE_NAME))
 
     def close(self) -> None:
-        """Give back the pack that is adopted; idempotent."""
-        if self._own is not None:
-            _give_back(self._own.pack)
-            self._own = None
+        """Give back the pack that is adopted; idempotent.
+
+        Raises:
+            OSError: what was removed may be there again after a loss of power.
+        """
+        own, is_changed = self._own, self._is_changed
+        self._own, self._is_changed = None, False
+        if own is not None:
+            try:
+                if is_changed:
+                    own.pack.journal.sync()
+                    own.pack.sync()
+            finally:
+                _give_back(own.pack)
 
     def _adopt(self, block: PlaceBlock) -> PackView | None:
         """Own the pack of a block until another one is adopted; None where it is gone or has an owner."""
@@ -135,17 +146,18 @@ class BlockRemoval:
         pack, gone = view.pack, view.held(blocks, unless_changed=unless_changed)
         slots = [stamp_of(block).slot for block in gone]
         if len(slots) == view.count():
-            self._own = None
+            self._own, self._is_changed = None, False
             self._directory.remove(pack)
         elif slots:
             if pack.journal.is_lost:
                 pack.journal.append(view.stored())  # the others would not be found any more
                 pack.journal.is_lost = False
+            if pack.journal.is_long:
+                pack.journal.rewrite(_held_in, is_durable=True)
             pack.journal.append([Change(Kind.DROPPED, slot, b"") for slot in slots])
             pack.punch(slots)
-            pack.journal.sync()
-            pack.sync()
             view.refresh()
+            self._is_changed = True
         return _amount_of(gone)
 
     def _ask_owners(
@@ -210,6 +222,12 @@ def describe_process(state: NotesState) -> str:
 
 def _amount_of(blocks: Collection[PlaceBlock]) -> Amount:
     return Amount(len(blocks), sum(block.num_bytes for block in blocks))
+
+
+def _held_in(records: Records) -> Records:
+    last = last_of_each(records)
+    held: Records = last[last["kind"] == Kind.STORED]
+    return held
 
 
 def _give_back(pack: Pack) -> None:

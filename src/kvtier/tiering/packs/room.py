@@ -31,12 +31,12 @@ Less would move packs to and fro between engines that use their blocks alike."""
 
 
 class Want(NamedTuple):
-    """A wish for room.
+    """A process lacks room.
 
     Attributes:
         namespace: name of the namespace that lacks room.
         since_s: when it was last tried for, seconds since 1970; each try is answered once.
-        oldest_used_s: when the wisher's own oldest block was last used; None: it has none.
+        oldest_used_s: when its own oldest block was last used; None: it has none.
     """
 
     namespace: str
@@ -57,7 +57,7 @@ def gives(own: Tail, others: Iterable[Tail], want: Want) -> bool:
     Args:
         own: this process.
         others: the other living ones with blocks.
-        want: the wish.
+        want: what another process lacks.
     """
     is_oldest = all((own.oldest_used_s, own.process) <= (one.oldest_used_s, one.process) for one in others)
     is_older = want.oldest_used_s is None or own.oldest_used_s + GIFT_MARGIN_S < want.oldest_used_s
@@ -67,7 +67,7 @@ def gives(own: Tail, others: Iterable[Tail], want: Want) -> bool:
 class Room:
     """Makes packs where slots are missing. Thread: any.
 
-    Mutable are the limit, the wish and when a pack may be tried for again. ``_lock`` guards them, with I/O: other jobs
+    Mutable are the limit, the want and when a pack may be tried for again. ``_lock`` guards them, with I/O: other jobs
     that lack slots wait for the pack that is being made rather than evict.
 
     Args:

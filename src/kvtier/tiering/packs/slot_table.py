@@ -1,117 +1,38 @@
 """Which own slot holds which block, and which slot the next block gets.
 
 An own pack is one that this process writes. A slot of it is free, or holds a whole block, or is pinned: by readers, or
-by the one writer that fills it. Own blocks are ordered by an eviction policy; those that were adopted wait outside it
-until their first use, because the policy would take them for recent ones, and leave first, oldest use first.
+by the one writer that fills it.
 
 A slot that a block has left is *undropped* until the journal says so. INVARIANT: no slot is written while the last
-record of the journal says that it holds a block. So whoever takes slots appends a record for each undropped one first.
+record of the journal says that it holds a block. So a store that takes slots appends a record for each undropped one
+first.
 """
 
 import threading
 from array import array
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.base import OffloadKey, get_offload_tenant
+from kvtier.base import OffloadKey
 from kvtier.cpu.policies import BlockStatus, CachePolicy
-from kvtier.departed import DepartedBlocks, Loss
-from kvtier.tenants import OtherKeys
-from kvtier.tiering.kit.eviction_log import EvictionLog
-from kvtier.tiering.kit.tenant_counts import TenantCounts
+from kvtier.departed import Loss
+from kvtier.tiering.packs.block_accounts import BlockAccounts
 from kvtier.tiering.packs.expiry import SlotExpiry
-from kvtier.tiering.packs.neighbours import SLOT_BITS, SLOT_MASK, PackNamespace, SlotContent, address_of
+from kvtier.tiering.packs.neighbours import (
+    SLOT_BITS,
+    SLOT_MASK,
+    PackContents,
+    PackNamespace,
+    SlotContent,
+    address_of,
+)
+from kvtier.tiering.packs.own_blocks import OwnBlocks, OwnPack, SlotPin, SlotReservation
 
 MAX_TIME_S = 2**32 - 1
 """The latest time that a record can have, seconds since 1970."""
-
-
-class SlotPin(NamedTuple):
-    """An own slot that is being read or written, and therefore stays as it is.
-
-    Attributes:
-        key: its block.
-        status: the slot's address and its pins.
-    """
-
-    key: OffloadKey
-    status: BlockStatus
-
-    @property
-    def address(self) -> int:
-        """Address of the slot."""
-        return self.status.block_id
-
-
-class SlotReservation(NamedTuple):
-    """What a store has to do.
-
-    Attributes:
-        held: blocks that are there already.
-        awaited: blocks that another thread is writing just now.
-        pins: slots for the others, as far as there was room.
-        drops: slots to be dropped in the journals before any of ``pins`` is written; some of them are pinned.
-        lacks_room: whether slots were missing and nothing was to be evicted; then nothing else is said.
-    """
-
-    held: Sequence[OffloadKey] = ()
-    awaited: Sequence[OffloadKey] = ()
-    pins: Sequence[SlotPin] = ()
-    drops: Sequence[int] = ()
-    lacks_room: bool = False
-
-
-@dataclass(slots=True)
-class OwnPack:
-    """What the slots of a pack hold; the slot table's lock guards it.
-
-    Attributes:
-        keys: the block of each slot, None where there is none.
-        stored_s: when each was stored, seconds since 1970.
-        used_s: when each was last used.
-    """
-
-    keys: list[OffloadKey | None]
-    stored_s: "array[int]"
-    used_s: "array[int]"
-
-
-@dataclass(slots=True, eq=False)
-class OwnBlocks:
-    """The blocks of one epoch under the policy, and their number. The slot table's lock guards it."""
-
-    policy: CachePolicy
-    num_blocks: int = 0
-
-    def insert(self, key: OffloadKey, status: BlockStatus) -> None:
-        """Add a block that is not there."""
-        self.policy.insert(key, status)
-        self.num_blocks += 1
-
-    def remove(self, key: OffloadKey, status: BlockStatus) -> bool:
-        """Remove a block; False when another one, or none, stands under its key."""
-        if self.policy.get(key) is not status:
-            return False
-        self.policy.remove(key)
-        self.num_blocks -= 1
-        return True
-
-    def evict(self, num: int, protected: Collection[OffloadKey] = ()) -> list[tuple[OffloadKey, BlockStatus]]:
-        """Remove ``num`` blocks, or as many as are not pinned, and return them."""
-        if num <= 0:
-            return []
-        victims = self.policy.evict(num, protected)
-        if victims is None:
-            victims = []
-            while single := self.policy.evict(1, protected):
-                victims += single
-        self.num_blocks -= len(victims)
-        return victims
 
 
 class SlotTable:
@@ -123,40 +44,29 @@ class SlotTable:
     Args:
         make_policy: builds the eviction policy, now and after each reset.
         wall_clock: seconds since 1970.
-        emit_events: whether evictions are recorded for ``drain_evicted``.
-        losses: remembers why blocks are gone.
-        expiry: which blocks are over; None: none ever is.
-        tenant_counts: counts the namespace's blocks by tenant; None where there are no tenants.
+        accounts: of blocks that come and go.
     """
 
     def __init__(
         self,
         make_policy: Callable[[], CachePolicy],
         wall_clock: Callable[[], float],
-        *,
-        emit_events: bool = False,
-        losses: DepartedBlocks | None = None,
-        expiry: SlotExpiry | None = None,
-        tenant_counts: TenantCounts | None = None,
+        accounts: BlockAccounts,
     ) -> None:
         self._make_policy = make_policy
         self._wall_clock = wall_clock
-        self._losses = losses
-        self._expiry = expiry
-        self._tenant_counts = tenant_counts
+        self._accounts = accounts
+        self._expiry = accounts.expiry
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._namespace: PackNamespace | None = None
         self._packs: dict[int, OwnPack] = {}
         self._own = OwnBlocks(make_policy())
-        self._unused: OrderedDict[OffloadKey, BlockStatus] = OrderedDict()
         self._free: deque[int] = deque()
         self._undropped: list[int] = []
         self._failed: deque[int] = deque()
         self._lost: set[int] = set()
         self._num_ahead = 0
-        self._num_evicted = self._num_expired = 0
-        self._evicted = EvictionLog() if emit_events else None
 
     # Packs
 
@@ -167,28 +77,20 @@ class SlotTable:
             before = list(self._packs)
             self._packs = {}
             self._own = OwnBlocks(self._make_policy())
-            self._unused = OrderedDict()
             self._free, self._failed = deque(), deque()
             self._undropped, self._lost = [], set()
-            if self._evicted is not None:
-                self._evicted.clear()
-            if self._expiry is not None:
-                self._expiry.clear()
-            if self._tenant_counts is not None:
-                self._tenant_counts.clear()
+            self._accounts.clear()
             self._changed.notify_all()
             return before
 
-    def add_pack(
-        self, namespace: PackNamespace, number: int, num_slots: int, blocks: Sequence[SlotContent]
-    ) -> bool:
+    def add_pack(self, namespace: PackNamespace, number: int, num_slots: int, contents: PackContents) -> bool:
         """Take an own pack in; False when the namespace is another by now.
 
         Args:
             namespace: whose it is.
             number: the pack's.
             num_slots: how many slots it has.
-            blocks: what it holds; of one that another own slot holds too, the slot becomes undropped.
+            contents: what it holds; of a block that another own slot holds too, the slot becomes undropped.
         """
         with self._lock:
             if namespace is not self._namespace:
@@ -196,34 +98,33 @@ class SlotTable:
             times = array("I", bytes(4 * num_slots))
             pack = OwnPack([None] * num_slots, times, times[:])
             self._packs[number] = pack
-            added = []
-            for slot, key, stored_s, used_s in sorted(blocks, key=lambda block: block.used_s):
-                if key is None:
-                    continue
-                address = address_of(number, slot)
-                if key in self._unused or self._own.policy.get(key) is not None:
-                    self._undropped.append(address)
-                    continue
-                pack.keys[slot] = key
-                pack.stored_s[slot], pack.used_s[slot] = stored_s, used_s
-                status = BlockStatus(address)
-                status.ref_cnt = 0
-                self._unused[key] = status
-                added.append(key)
-                if self._expiry is not None:
-                    self._expiry.record(key, stored_s)
+            base, keys = address_of(number, 0), pack.keys
+            slots, used_s = contents.slots, contents.used_s
+            doubles = self._own.find_doubles(contents.keys)
+            if doubles:
+                is_new = [key not in doubles for key in contents.keys]
+                self._undropped += [
+                    base + slot for slot, new in zip(slots.tolist(), is_new, strict=True) if not new
+                ]
+                added = [key for key in contents.keys if key not in doubles]
+                slots, used_s = slots[is_new], used_s[is_new]
+            else:
+                added = list(contents.keys)
+            for slot, key in zip(slots.tolist(), added, strict=True):
+                keys[slot] = key
+            np.frombuffer(pack.stored_s, np.uint32)[contents.slots] = contents.stored_s
+            np.frombuffer(pack.used_s, np.uint32)[slots] = used_s
+            self._own.adopt(number, (slots + base).tolist(), added, array("I", used_s.tobytes()))
+            if self._expiry is not None:
+                for slot, key in zip(slots.tolist(), added, strict=True):
+                    self._expiry.record(key, pack.stored_s[slot])
             undropped = {address & SLOT_MASK for address in self._undropped if address >> SLOT_BITS == number}
             self._free.extend(
                 address_of(number, slot)
                 for slot, held in enumerate(pack.keys)
                 if held is None and slot not in undropped
             )
-            if added and len(self._packs) > 1:
-                self._unused = OrderedDict(
-                    sorted(self._unused.items(), key=lambda item: self._used_s(item[1]))
-                )
-            if self._tenant_counts is not None:
-                self._tenant_counts.add(added)
+            self._accounts.add(added)
             if self._expiry is not None:
                 self._drop_if_over(self._expiry, added)
             return True
@@ -238,15 +139,9 @@ class SlotTable:
             for slot, key in enumerate(pack.keys):
                 if key is None:
                     continue
-                status = self._unused.pop(key, None) or self._own.policy.get(key)
-                if status is None or status.block_id != address_of(number, slot):
-                    continue
-                self._own.remove(key, status)
-                if status.is_ready:
+                if self._own.forget(key, address_of(number, slot)):
                     gone.append(SlotContent(slot, key, pack.stored_s[slot], pack.used_s[slot]))
-                if self._expiry is not None:
-                    self._expiry.forget(key)
-                self._uncount((key,))
+                self._accounts.remove((key,))
             self._free = deque(address for address in self._free if address >> SLOT_BITS != number)
             self._failed = deque(address for address in self._failed if address >> SLOT_BITS != number)
             self._undropped = [address for address in self._undropped if address >> SLOT_BITS != number]
@@ -294,7 +189,7 @@ class SlotTable:
         with self._lock:
             if self._expiry is not None and namespace is self._namespace:
                 self._drop_if_over(self._expiry, (key,))
-            return namespace is self._namespace and self._is_ready(key)
+            return namespace is self._namespace and self._own.is_ready(key)
 
     def touch(self, namespace: PackNamespace, keys: Collection[OffloadKey]) -> None:
         """Mark own blocks among ``keys`` as recently used, the first of them most."""
@@ -338,8 +233,7 @@ class SlotTable:
             awaited: list[OffloadKey] = []
             missing: list[OffloadKey] = []
             for key in keys:
-                self._put_in_use(key)
-                status = self._own.policy.get(key)
+                status = self._own.use(key)
                 group = missing if status is None else held if status.is_ready else awaited
                 group.append(key)
             if missing and not evicts and self.num_lacking(len(missing)) > 0:
@@ -376,9 +270,8 @@ class SlotTable:
         with self._lock:
             if self._expiry is not None:
                 self._drop_if_over(self._expiry, self._expiry.list_oldest_over())
-            if self._tenant_counts is not None and self._tenant_counts.has_quotas:
-                for number, excess in self._tenant_counts.rank_beyond(())[0]:
-                    self._evict(self._evict_of(number, -(-excess // num_processes), ()))
+            for number, excess in self._accounts.rank_beyond(())[0]:
+                self._evict(self._own.evict_of(number, -(-excess // num_processes)))
             return self.take_undropped()
 
     def complete_store(
@@ -386,16 +279,14 @@ class SlotTable:
         pins: Iterable[SlotPin],
         written: Collection[OffloadKey],
         undropped: Collection[int] = (),
-        *,
-        are_broken: bool = True,
     ) -> list[OffloadKey]:
         """Unpin slots after writing, and return the blocks that are held now; those not in ``written`` are not.
 
         Args:
             pins: the slots.
             written: the blocks that are whole and recorded.
-            undropped: of the others, slots that were not touched because their last record stands.
-            are_broken: whether the device refused the others: they are taken last from then on.
+            undropped: of the others, slots whose last record may say that they hold a block. The device has refused the
+                rest: they are taken last from then on.
         """
         now_s = min(int(self._wall_clock()), MAX_TIME_S)
         held = []
@@ -410,18 +301,14 @@ class SlotTable:
                         slot = address & SLOT_MASK
                         pack.stored_s[slot] = pack.used_s[slot] = now_s
                         held.append(pin.key)
-                        if self._expiry is not None:
-                            self._expiry.record(pin.key, now_s)
+                        self._accounts.record_store(pin.key, now_s)
                     continue
                 if self._own.remove(pin.key, pin.status):
-                    self._uncount((pin.key,))
+                    self._accounts.remove((pin.key,))
                 if pack is None:
                     continue
                 pack.keys[address & SLOT_MASK] = None
-                if address in undropped:
-                    self._undropped.append(address)
-                else:
-                    (self._failed if are_broken else self._free).append(address)
+                (self._undropped if address in undropped else self._failed).append(address)
             self._changed.notify_all()
         return held
 
@@ -431,7 +318,7 @@ class SlotTable:
         """Block until the writes of ``keys`` have ended, and return those that are held then."""
         with self._lock:
             self._changed.wait_for(lambda: not any(self._is_in_flight(key) for key in keys), timeout_s)
-            return [key for key in keys if namespace is self._namespace and self._is_ready(key)]
+            return [key for key in keys if namespace is self._namespace and self._own.is_ready(key)]
 
     def prepare_load(self, namespace: PackNamespace, keys: Sequence[OffloadKey]) -> list[SlotPin | None]:
         """Pin the slots of ``keys``, each as often as it is named; None for those that are not there."""
@@ -460,7 +347,7 @@ class SlotTable:
                 address = pin.address
                 if pin.key in lost and self._own.remove(pin.key, pin.status):
                     self._lost.add(address)
-                    self._note_gone((pin.key,), loss)
+                    self._accounts.remove((pin.key,), loss)
                 if pin.status.ref_cnt == 0 and address in self._lost:
                     self._lost.remove(address)
                     self._vacate(address)
@@ -477,18 +364,11 @@ class SlotTable:
         with self._lock:
             if self._namespace is None or self._namespace.name != namespace_name:
                 return []
-            if tenant is None:
-                victims = [self._unused.popitem(last=False) for _ in range(min(num, len(self._unused)))]
-                victims += self._own.evict(num - len(victims))
-            else:
-                unused = [key for key in self._unused if get_offload_tenant(key) == tenant]
-                victims = [(key, self._unused.pop(key)) for key in unused]
-                num_held = 0 if self._tenant_counts is None else self._tenant_counts.num_blocks[tenant]
-                victims += self._own.evict(num_held - len(victims), OtherKeys(tenant, ((), ())))
+            victims = self._own.evict(num) if tenant is None else self._own.evict_of(tenant)
             for _, status in victims:
                 self._vacate(status.block_id)
             keys = [key for key, _ in victims]
-            self._note_gone(keys, Loss.PURGED)
+            self._accounts.remove(keys, Loss.PURGED)
             return keys
 
     def count_neighbours(
@@ -496,20 +376,14 @@ class SlotTable:
     ) -> None:
         """Count blocks that neighbours have stored and dropped; the latter are reported as gone unless they are own."""
         with self._lock:
-            if self._tenant_counts is not None:
-                self._tenant_counts.add(added)
-                self._tenant_counts.remove(removed)
+            self._accounts.add(added)
+            self._accounts.remove_neighbours(removed)
             self.report_gone(removed, loss)
 
     def report_gone(self, keys: Collection[OffloadKey], loss: Loss = Loss.EVICTED) -> None:
         """Report blocks that are not there any more, unless they are in another own slot."""
         with self._lock:
-            gone = [key for key in keys if not self._is_ready(key)]
-            if self._losses is not None:
-                self._losses.report(gone, loss)
-            if self._evicted is not None:
-                for key in gone:
-                    self._evicted.add(key)
+            self._accounts.report_gone([key for key in keys if not self._own.is_ready(key)], loss)
 
     def drain_evicted(
         self, being_stored: Collection[OffloadKey], is_neighbours: Callable[[OffloadKey], bool]
@@ -521,59 +395,37 @@ class SlotTable:
             is_neighbours: whether a neighbour holds a block.
         """
         with self._lock:
-            if self._evicted is None:
-                return []
-            return self._evicted.take(being_stored, lambda key: self._is_ready(key) or is_neighbours(key))
+            return self._accounts.drain(
+                being_stored, lambda key: self._own.is_ready(key) or is_neighbours(key)
+            )
 
     def stats(self) -> dict[str, float]:
         """Return how many slots hold what, and how many blocks were evicted."""
         with self._lock:
             counts: dict[str, float] = {
                 "own_packs": len(self._packs),
-                "own_blocks": self._own.num_blocks + len(self._unused),
+                "own_blocks": len(self._own),
                 "free_slots": len(self._free) + len(self._undropped),
                 "failed_slots": len(self._failed),
-                "evicted_blocks": self._num_evicted,
             }
-            if self._expiry is not None:
-                counts["expired_blocks"] = self._num_expired
-            if self._tenant_counts is not None:
-                counts |= self._tenant_counts.stats()
-            return counts
+            return counts | self._accounts.stats()
 
     # Below, the lock is held.
-
-    def _is_ready(self, key: OffloadKey) -> bool:
-        if key in self._unused:
-            return True
-        status = self._own.policy.get(key)
-        return status is not None and status.is_ready
 
     def _is_in_flight(self, key: OffloadKey) -> bool:
         status = self._own.policy.get(key)
         return status is not None and not status.is_ready
 
-    def _used_s(self, status: BlockStatus) -> int:
-        used_s: int = self._packs[status.block_id >> SLOT_BITS].used_s[status.block_id & SLOT_MASK]
-        return used_s
-
     def _touch(self, keys: Collection[OffloadKey], now_s: int) -> None:
-        packs, get = self._packs, self._own.policy.get
+        packs, use = self._packs, self._own.use
         for key in keys:
-            self._put_in_use(key)
-            status = get(key)
+            status = use(key)
             if status is not None:
                 packs[status.block_id >> SLOT_BITS].used_s[status.block_id & SLOT_MASK] = now_s
         self._own.policy.touch(keys)
 
-    def _put_in_use(self, key: OffloadKey) -> None:
-        status = self._unused.pop(key, None)
-        if status is not None:
-            self._own.insert(key, status)
-
     def _pin(self, key: OffloadKey) -> SlotPin | None:
-        self._put_in_use(key)
-        status = self._own.policy.get(key)
+        status = self._own.use(key)
         if status is None or not status.is_ready:
             return None
         status.ref_cnt += 1
@@ -583,12 +435,11 @@ class SlotTable:
         pin = SlotPin(key, BlockStatus(address))
         self._own.insert(key, pin.status)
         self._packs[address >> SLOT_BITS].keys[address & SLOT_MASK] = key
-        if self._tenant_counts is not None:
-            self._tenant_counts.add((key,))
+        self._accounts.add((key,))
         return pin
 
     def _vacate(self, address: int) -> None:
-        """Note that a slot's block has left it; its record is written by whoever takes slots next."""
+        """Note that a slot's block has left it; its record is written by the next store."""
         pack = self._packs.get(address >> SLOT_BITS)
         if pack is not None:
             slot = address & SLOT_MASK
@@ -596,34 +447,17 @@ class SlotTable:
             pack.used_s[slot] = 0
             self._undropped.append(address)
 
-    def _note_gone(self, keys: Collection[OffloadKey], loss: Loss) -> None:
-        if self._evicted is not None:
-            for key in keys:
-                self._evicted.add(key)
-        if self._expiry is not None:
-            for key in keys:
-                self._expiry.forget(key)
-        self._uncount(keys)
-        if self._losses is not None:
-            self._losses.report(list(keys), loss)
-
-    def _uncount(self, keys: Collection[OffloadKey]) -> None:
-        if self._tenant_counts is not None:
-            self._tenant_counts.remove(keys)
-
     def _drop_if_over(self, expiry: SlotExpiry, keys: Collection[OffloadKey]) -> None:
         """Drop those of ``keys`` that are over and not in use."""
         for key in keys:
             if not expiry.is_over(key):
                 continue
-            self._put_in_use(key)
-            status = self._own.policy.get(key)
+            status = self._own.use(key)
             if status is None or status.ref_cnt:
                 continue
             self._own.remove(key, status)
             self._vacate(status.block_id)
-            self._num_expired += 1
-            self._note_gone((key,), Loss.EXPIRED)
+            self._accounts.remove((key,), Loss.EXPIRED)
 
     def _take_slots(
         self, missing: Sequence[OffloadKey], protected: Collection[OffloadKey]
@@ -632,10 +466,7 @@ class SlotTable:
         num = len(missing)
         num_lacking = max(0, num + self._num_ahead - len(self._free) - len(self._undropped))
         victims, num_any = self._evict_beyond(missing, num_lacking, protected)
-        # None of the unused is named in the call that needs the room: those have come under the policy.
-        while num_any and self._unused:
-            victims.append(self._unused.popitem(last=False))
-            num_any -= 1
+        # No adopted block is named in the call that needs the room: those have come under the policy.
         self._evict(victims + self._own.evict(num_any, protected))
         drops, self._undropped = self._undropped, []
         slots = [self._free.popleft() for _ in range(min(num, len(self._free)))]
@@ -648,8 +479,7 @@ class SlotTable:
         """Note that blocks were evicted."""
         for _, status in victims:
             self._vacate(status.block_id)
-        self._num_evicted += len(victims)
-        self._note_gone([key for key, _ in victims], Loss.EVICTED)
+        self._accounts.remove([key for key, _ in victims], Loss.EVICTED)
 
     def _evict_beyond(
         self, missing: Sequence[OffloadKey], num: int, protected: Collection[OffloadKey]
@@ -662,19 +492,9 @@ class SlotTable:
             protected: blocks that stay.
         """
         victims: list[tuple[OffloadKey, BlockStatus]] = []
-        if self._tenant_counts is None or not self._tenant_counts.has_quotas:
-            return victims, num
-        ranked, num_beyond = self._tenant_counts.rank_beyond(missing)
+        ranked, num_beyond = self._accounts.rank_beyond(missing)
         for number, excess in ranked:
-            num_of = min(num - len(victims), excess, self._tenant_counts.num_blocks[number])
+            num_of = min(num - len(victims), excess)
             if num_of > 0:
-                victims += self._evict_of(number, num_of, protected)
+                victims += self._own.evict_of(number, num_of, protected)
         return victims, min(num - min(num, num_beyond), num - len(victims))
-
-    def _evict_of(
-        self, tenant: int, num: int, protected: Collection[OffloadKey]
-    ) -> list[tuple[OffloadKey, BlockStatus]]:
-        """Evict up to ``num`` own blocks of one tenant, adopted ones first."""
-        unused = [key for key in self._unused if get_offload_tenant(key) == tenant][:num]
-        victims = [(key, self._unused.pop(key)) for key in unused]
-        return victims + self._own.evict(num - len(victims), OtherKeys(tenant, (protected, ())))

@@ -35,9 +35,9 @@ from kvtier.tiering.packs.catalog import PackCatalog
 from kvtier.tiering.packs.documents import PackPages
 from kvtier.tiering.packs.keeper import Keeper
 from kvtier.tiering.packs.neighbours import SLOT_BITS, SLOT_MASK, Neighbours, PackNamespace
+from kvtier.tiering.packs.own_blocks import SlotPin, SlotReservation
 from kvtier.tiering.packs.pack import Pack
 from kvtier.tiering.packs.room import Room
-from kvtier.tiering.packs.slot_table import SlotPin, SlotReservation
 
 logger = logging.getLogger(__name__)
 
@@ -146,13 +146,9 @@ class PackBlockStore(BlockStore[PackNamespace], PageKeeper[PackNamespace]):
                 stored = [pin for pin in pins if pin.key in written]
                 recorded = self._catalog.record(namespace, packs, stored)
         finally:
-            unrecorded = written - recorded
-            self._table.complete_store(
-                [pin for pin in plan.pins if pin.key in unrecorded], (), are_broken=False
-            )
-            kept = self._table.complete_store(
-                [pin for pin in plan.pins if pin.key not in unrecorded], recorded, undropped
-            )
+            # Where an append has failed it is not known what the journal says.
+            undropped = {*undropped, *(pin.address for pin in plan.pins if pin.key in written - recorded)}
+            kept = self._table.complete_store(plan.pins, recorded, undropped)
         others = self._table.wait_written(namespace, plan.awaited, PEER_WAIT_S) if plan.awaited else []
         failed = [pin.key for pin in plan.pins if pin.key not in recorded]
         succeeded = {*elsewhere, *plan.held, *kept, *others}

@@ -29,6 +29,7 @@ from kvtier.tiering.kit.lifetime import make_lifetime
 from kvtier.tiering.kit.place import TierFinding
 from kvtier.tiering.kit.tenant_counts import make_tenant_counts
 from kvtier.tiering.kit.threaded_tier import ThreadedTier, ThreadOptions, require_lasting_keys
+from kvtier.tiering.packs.block_accounts import BlockAccounts
 from kvtier.tiering.packs.catalog import PackCatalog
 from kvtier.tiering.packs.directory import PackDirectory
 from kvtier.tiering.packs.documents import PackSiblings
@@ -97,14 +98,13 @@ class PackTier(
         make_policy = partial(create_cache_policy, settings.policy or DEFAULT_POLICY, self.capacity_blocks)
         lifetime = make_lifetime(pack_settings.ttl_s)
         self._losses = make_losses(TIER_TYPE, self.capacity_blocks, clock)
-        table = SlotTable(
-            make_policy,
-            wall_clock,
+        accounts = BlockAccounts(
             emit_events=settings.emit_events,
             losses=self._losses,
             expiry=None if lifetime is None else SlotExpiry(lifetime, wall_clock),
             tenant_counts=make_tenant_counts(config, TIER_TYPE, directory.geometry.slot_bytes),
         )
+        table = SlotTable(make_policy, wall_clock, accounts)
         is_durable = pack_settings.durability is Durability.FDATASYNC
         self._catalog = catalog = PackCatalog(TIER_TYPE, directory, table, wall_clock, is_durable=is_durable)
         self._table = table
