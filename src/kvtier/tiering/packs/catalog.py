@@ -191,6 +191,7 @@ class PackCatalog:
         """
         namespace = self.namespace
         with self._changing:
+            self._close_released()
             write_document(self.directory, namespace.identity)
             pack = self.directory.create(namespace.name, limit_bytes, may_remove=may_remove)
             if pack is None:

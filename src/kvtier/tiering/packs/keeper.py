@@ -163,6 +163,7 @@ class Keeper:
     def wake(self) -> None:
         """Have the next ``tick`` now: the namespace is another."""
         self._used_s = self._clock()
+        self._room.try_again()
         self._woken.set()
 
     def note_use(self) -> None:

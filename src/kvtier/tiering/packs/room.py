@@ -102,6 +102,10 @@ class Room:
         """Whether no pack is to be had now, as the last try has shown."""
         return self._clock() < self._next_try_s
 
+    def try_again(self) -> None:
+        """Look for a pack with the next store: the namespace is another, and the packs of the one before may go."""
+        self._next_try_s = float("-inf")
+
     def make_room(self, num_blocks: int) -> None:
         """See to it that ``num_blocks`` can be stored without an eviction, as far as there is room."""
         table = self._catalog.table
