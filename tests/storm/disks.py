@@ -33,6 +33,10 @@ SHORT_S, LONG_S = 0.5, 40.0
 """How long a slow call and a hung one take; the longer is more than a job's time-out."""
 
 
+CLOCK_SHIFTS_S = (0.0, 0.0, -3e9, -100.0, 3600.0, 1e8)
+"""How far the wall clock of a process may be off."""
+
+
 class SimDisk:
     """System calls for one place.
 
@@ -259,12 +263,14 @@ class FSPlace(StormPlace):
         num_packs, num_slots = rng.choice([1, 3, 8]), rng.choice([1, 4, 12])
         pack_bytes = disk_bytes_of(PackGeometry(row_bytes, num_slots))
         self.ttl_s = rng.choice([None, None, 20.0, 600.0])
+        # Where no block is ever over, a process may run under a clock that was set since the one before.
+        shift_s = 0.0 if self.ttl_s is not None else rng.choice(CLOCK_SHIFTS_S)
         return PackTier(
             config,
             view,
             replace(settings, policy=rng.choice(["lru", "lru", "arc", "hazard"])),
             clock=weather.clock,
-            wall_clock=weather.wall_clock,
+            wall_clock=lambda: weather.wall_clock() + shift_s,
             calls=SimDisk(self, FILE_BYTES + row_bytes).calls(),
             root_dir=str(self.directory),
             capacity_bytes=num_packs * pack_bytes,
@@ -278,7 +284,10 @@ class FSPlace(StormPlace):
 
     def crash(self) -> None:
         old, self._life = self.directory, self._life + 1
-        shutil.copytree(old, self.directory, symlinks=True, copy_function=shutil.copy2)
+        if old.is_dir():
+            shutil.copytree(old, self.directory, symlinks=True, copy_function=shutil.copy2)
+        else:
+            self.directory.mkdir()
 
     def on_killed(self) -> None:
         old = self._folder / str(self._life - 1)

@@ -10,7 +10,7 @@ from tests.engines.sglang.conftest import MakeConfig, MakeStorage, key_of
 from tests.engines.sglang.pools import HeadsPool
 
 from kvtier.engines.sglang import KVTierStorage
-from kvtier.errors import ConfigError, KVTierError, UnknownNameError
+from kvtier.errors import ConfigError, KVTierError, NamedClassError, UnknownNameError
 
 FS = {"type": "fs", "root_dir": "/nowhere", "capacity_bytes": "1GiB"}
 KEYS = [key_of(number) for number in range(4)]
@@ -81,5 +81,5 @@ def test_ranks_and_pools_share_one_directory(make_storage: MakeStorage, tmp_path
 
 def test_a_slab_is_refused_with_what_to_write(make_storage: MakeStorage, tmp_path: Any) -> None:
     tier = {"type": "slab", "path": str(tmp_path / "kv"), "capacity_bytes": "4MiB"}
-    with pytest.raises(ConfigError, match='"type": "fs"'):
+    with pytest.raises(NamedClassError, match='"type": "fs"'):
         make_storage(HeadsPool(), tier)

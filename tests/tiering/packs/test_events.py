@@ -46,8 +46,10 @@ def manage(root: Path, num_slots: int, own: TierSettings) -> Iterator[TieringDri
         return [AwakeTier(config, view, own, root_dir=root, capacity_bytes=num_bytes, pack_bytes=num_bytes)]
 
     driver = TieringDriver(8, make_tiers)
-    yield driver
-    assert driver.tiers[0].shutdown(HANG_GUARD_S)
+    try:
+        yield driver
+    finally:
+        assert driver.tiers[0].shutdown(HANG_GUARD_S)
 
 
 def store(driver: TieringDriver, numbers: list[int]) -> None:

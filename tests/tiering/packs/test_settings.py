@@ -6,7 +6,7 @@ import pytest
 from tests.tiering.packs.conftest import StartTier
 from tests.tiering.packs.engine import bytes_of_packs
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, KVTierError
 from kvtier.settings import parse_settings
 from kvtier.testing.tier_driver import make_config, make_rows
 from kvtier.tiering.factory import create_secondary_tier
@@ -83,14 +83,14 @@ def test_a_value_that_cannot_work_is_refused_with_a_remedy(setting: str, value: 
 @pytest.mark.parametrize("setting", ["shared", "negative_ttl_s", "path"])
 def test_settings_of_earlier_versions_are_refused_by_name(setting: str, root: Path) -> None:
     entry = {"type": "fs", "root_dir": str(root), "capacity_bytes": "1MiB", setting: 1}
-    with pytest.raises(ConfigError, match=setting):
+    with pytest.raises(KVTierError, match=setting):
         create_secondary_tier(entry, make_rows(), make_config())
     assert not root.exists()
 
 
 def test_a_slab_is_refused_with_the_line_to_write(tmp_path: Path) -> None:
     entry = {"type": "slab", "path": str(tmp_path / "slab"), "capacity_bytes": "1MiB"}
-    with pytest.raises(ConfigError, match=r'"type": "fs", "root_dir"'):
+    with pytest.raises(KVTierError, match=r'"type": "fs", "root_dir"'):
         create_secondary_tier(entry, make_rows(), make_config())
 
 
