@@ -13,8 +13,10 @@ from tests.tiering.packs.slots import stored_blocks
 
 from kvtier.base import ReqContext
 from kvtier.misses import MissCause
+from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_driver import NUM_ROWS, TierDriver, key_of
 from kvtier.tiering.packs.pack_header import OWNER_OFFSET
+from kvtier.tiering.packs.room import RETRY_S
 
 NUM_BLOCKS = 2 * NUM_PACK_SLOTS
 
@@ -169,12 +171,15 @@ def test_a_loss_is_one_line_however_many_packs_there_were(
 
 
 def test_the_capacity_holds_after_a_loss(start_tier: StartTier, root: Path) -> None:
-    driver = start_tier(capacity_bytes=bytes_of_packs(2))
+    clock = ManualClock()
+    driver = start_tier(capacity_bytes=bytes_of_packs(2), clock=clock)
     for first in range(0, 60, 10):
+        clock.advance(RETRY_S)
         for number in range(first, first + 10):
             driver.store([number])
         remove_packs(root)
         keep(driver)
+    clock.advance(RETRY_S)
     for number in range(100, 120):
         assert driver.store([number]).success
     files = [path for path in root.rglob("*") if path.suffix in {".pack", ".index", ".new"}]

@@ -9,7 +9,7 @@ from tests.tiering.packs.slots import stored_blocks
 
 from kvtier.testing.tier_driver import NUM_ROWS, TierDriver, key_of
 from kvtier.tiering.base import TierSettings
-from kvtier.tiering.packs.catalog import UNSURE_S
+from kvtier.tiering.packs.pack_contents import UNSURE_S
 from kvtier.tiering.packs.pack_header import OWNER_OFFSET, OwnerMark
 from kvtier.tiering.packs.records import RECORD_BYTES
 
