@@ -239,9 +239,9 @@ MUTANTS = (
     ),
     Mutant(
         "the purge of a tenant takes the blocks of all",
-        "tiering/packs/slot_table.py",
-        "[key for key in self._unused if get_offload_tenant(key) == tenant]\n                victims",
-        "list(self._unused)\n                victims",
+        "tiering/packs/own_blocks.py",
+        "[key for key in self._adopted if get_offload_tenant(key) == tenant]",
+        "list(self._adopted)",
         "tests/tiering/packs",
     ),
     Mutant(

@@ -166,7 +166,13 @@ class Engine:
         group = KVGroup(HASH_TOKENS, ("layer",), ROW_BYTES)
         config = OffloadingConfig("engine", ModelIdentity("model"), (group,), HASH_TOKENS)
         primary = CPUPrimaryTierOffloadingManager(NUM_SLOTS, Rows())
-        settings = {"type": "fs", "root_dir": str(root), "capacity_bytes": "64MiB", "direct_io": False, "num_threads": 1}
+        settings = {
+            "type": "fs",
+            "root_dir": str(root),
+            "capacity_bytes": "64MiB",
+            "direct_io": False,
+            "num_threads": 1,
+        }
         rows = primary.get_kv_memoryview()
         # A pack with room is there in nearly every store: the first one in a directory makes it, a long way.
         leave_pack(create_secondary_tier(settings, rows, config))

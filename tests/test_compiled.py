@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvtier
-from kvtier.compiled import REMEDY
+from kvtier.cpu.row_copy import REMEDY
 
 HANG_GUARD_S = 120.0
 

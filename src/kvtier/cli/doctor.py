@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier.cli.output import Check, CheckResult, size_in_words
-from kvtier.compiled import REMEDY
+from kvtier.cpu.row_copy import REMEDY
 from kvtier.errors import ConfigError, MissingExtraError
 from kvtier.input_files import is_dir
 from kvtier.limits import AFFINITY, UsableCores, find_usable_cores

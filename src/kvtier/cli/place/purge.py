@@ -41,6 +41,22 @@ BATCH_BLOCKS = 500
 """Blocks removed at a stretch: a bulk request of a store, a round trip of a server, a change of a shared count."""
 
 
+TenantOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Those of a tenant: its name in requests, or an engine's tag as kvtier inspect shows it."
+    ),
+]
+
+OlderFormatsOption = Annotated[
+    bool,
+    typer.Option(
+        "--older-formats",
+        help="Instead of blocks: files of an older kvtier that no tier reads any more, a file a block and slabs.",
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
     """What is to be removed.
@@ -72,23 +88,12 @@ def purge(
         list[str] | None,
         typer.Option(help="Those of a namespace: the beginning of its name. May be repeated."),
     ] = None,
-    tenant: Annotated[
-        str | None,
-        typer.Option(
-            help="Those of a tenant: its name in requests, or an engine's tag as kvtier inspect shows it."
-        ),
-    ] = None,
+    tenant: TenantOption = None,
     older_than: Annotated[str | None, typer.Option(help='Those not used for so long, such as "7d".')] = None,
     older_layouts: Annotated[
         bool, typer.Option("--older-layouts", help="Those of an older kvtier, which this one cannot read.")
     ] = False,
-    older_formats: Annotated[
-        bool,
-        typer.Option(
-            "--older-formats",
-            help="Instead of blocks: files of an older kvtier that no tier reads any more, a file a block and slabs.",
-        ),
-    ] = False,
+    older_formats: OlderFormatsOption = False,
     all_blocks: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")
@@ -124,14 +129,10 @@ def purge(
         )
         return
     has_selector = bool(namespace or tenant or older_than or older_layouts)
+    check_selectors(has_selector=has_selector, is_all=all_blocks, is_of_older_formats=older_formats)
     if older_formats:
-        if has_selector or all_blocks:
-            raise ConfigError(
-                "--older-formats", value=True, remedy="goes with no other selector: leave one out"
-            )
         purge_older_formats(place, dry_run=dry_run, as_json=as_json)
         return
-    check_selectors(has_selector=has_selector, is_all=all_blocks)
     purge_place(
         place,
         namespace or [],
@@ -237,13 +238,15 @@ def say_left_out(known: Sequence[PlaceNamespace], names: Collection[str] | None,
         typer.echo(f"left as they are: {line}", err=True)
 
 
-def check_selectors(*, has_selector: bool, is_all: bool) -> None:
+def check_selectors(*, has_selector: bool, is_all: bool, is_of_older_formats: bool = False) -> None:
     """Refuse a command that does not say what to remove, or says it twice. Pure.
 
     Raises:
-        ConfigError: neither a selector nor ``--all``, or both.
+        ConfigError: no selector, or one beside ``--all`` or ``--older-formats``.
     """
-    if not has_selector and not is_all:
+    if is_of_older_formats and (has_selector or is_all):
+        raise ConfigError("--older-formats", value=True, remedy="goes with no other selector: leave one out")
+    if not has_selector and not is_all and not is_of_older_formats:
         remedy = (
             "say what to remove: --namespace, --tenant, --older-than, --older-layouts or --older-formats; "
             "to remove every block, --all"
