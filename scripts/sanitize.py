@@ -20,8 +20,6 @@ MODULES = ("kvtier/cpu/_page_copy",)
 TESTS = (
     "tests/cpu/test_page_copy.py",
     "tests/cpu/test_row_copy.py",
-    "tests/tiering/fs/test_store.py",
-    "tests/tiering/fs/test_block_file.py",
 )
 FLAGS = (
     *(
