@@ -172,7 +172,7 @@ class Pack:
     def has_other_owner(self) -> bool:
         """Return whether another process has marked this own pack, so that locks do not exclude here.
 
-        A mark that was damaged tells nothing, nor does one that came with another pack's header: see ``is_overwritten``.
+        A damaged mark tells nothing, nor does one that came with another pack's header: see ``is_overwritten``.
         """
         return self._has_other_mark() and not self._has_other_header()
 
