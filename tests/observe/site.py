@@ -37,6 +37,8 @@ CONFIG = OffloadingConfig(
 )
 MakeSite = Callable[..., "Site"]
 NUM_RETURNS = 4
+PACK_SLOTS = 4
+"""Blocks of a pack: few, so that several engines have room in a directory."""
 
 MAX_POLLS = 200_000
 """Only a guard against waiting for ever for a thread of a tier."""
@@ -182,22 +184,33 @@ def fs(
     root: Path, num_blocks: int = 1000, settings: TierSettings | None = None, calls: SystemCalls = REAL_CALLS
 ) -> MakeTier:
     """Return what builds a tier in a directory."""
-    pack_bytes = disk_bytes_of(PackGeometry(ROW_BYTES, num_blocks))
+    num_packs = -(-num_blocks // PACK_SLOTS)
+    pack_bytes = disk_bytes_of(PackGeometry(ROW_BYTES, PACK_SLOTS))
 
     def make(config: OffloadingConfig, view: memoryview, clock: ManualClock) -> SecondaryTierManager:
         common = settings or TierSettings(max_in_flight_store_bytes=2**30)
-        return PackTier(
+        tier = PackTier(
             config,
             view,
             common,
             clock=clock,
             calls=calls,
+            has_thread=False,
             root_dir=str(root),
-            capacity_bytes=pack_bytes,
+            capacity_bytes=num_packs * pack_bytes,
             pack_bytes=pack_bytes,
         )
+        tier.keeper.tick()
+        return tier
 
     return make
+
+
+def look_around(site: Site) -> None:
+    """Let the disk tiers of an engine look at their directories now, and not within a second."""
+    for tier in site.tiers:
+        if isinstance(tier, PackTier):
+            tier.keeper.tick(is_due=True)
 
 
 ROOMY = TierSettings(max_in_flight_store_bytes=2**30)

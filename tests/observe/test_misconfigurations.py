@@ -16,6 +16,7 @@ from tests.observe.site import (
     faulty,
     fill_host,
     fs,
+    look_around,
     miss_in,
     never_answering,
     not_stored_now,
@@ -254,6 +255,7 @@ def test_a_removed_directory_is_named(tmp_path: Path, make_site: MakeSite) -> No
     site.serve(PROMPT)
     fill_host(site)
     shutil.rmtree(tmp_path / "cache")
+    look_around(site)
     serve_again(site)
 
     removed: Detail = {"reason": "removed by another program", "ago_s": 0.0}

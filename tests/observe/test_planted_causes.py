@@ -17,6 +17,7 @@ from tests.observe.site import (
     faulty,
     fill_host,
     fs,
+    look_around,
     never_answering,
     serve_again,
     with_model,
@@ -148,6 +149,7 @@ def no_files(make_site: MakeSite, folder: Path) -> Site:
     site.serve(PROMPT)
     fill_host(site)
     shutil.rmtree(folder / "cache")
+    look_around(site)
     serve_again(site, 8)
     return site
 

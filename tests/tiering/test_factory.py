@@ -120,7 +120,8 @@ def test_a_value_that_cannot_work_is_refused(name: str, value: object) -> None:
 
 
 def test_a_policy_is_refused_by_a_tier_that_cannot_follow_it(tmp_path: Path) -> None:
-    config = {"type": "fs", "root_dir": str(tmp_path), "capacity_bytes": 2**30, "policy": "lru"}
+    pytest.importorskip("obstore", reason="the obj tier needs its client: pip install 'kvtier[obj]'")
+    config = {"type": "obj", "url": f"file://{tmp_path}", "policy": "lru"}
     with pytest.raises(ConfigError, match="orders its blocks by itself"):
         create_secondary_tier(config, make_rows(), make_config())
 

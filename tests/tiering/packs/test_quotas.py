@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.tiering.packs.engine import HANG_GUARD_S, AwakeTier, bytes_of_packs
+from tests.tiering.packs.engine import HANG_GUARD_S, bytes_of_packs
 from tests.tiering.tenant_driver import NAMES, TenantDriver, config_of_tenants, count_by_name, key_of_tenant
 
 from kvtier.base import OffloadKey
 from kvtier.cpu.policies import CACHE_POLICIES
 from kvtier.testing.tier_driver import ROW_BYTES, make_rows
 from kvtier.tiering.base import parse_tier_settings
+from kvtier.tiering.packs import PackTier
 
 SLOT_BYTES = ROW_BYTES + 4096
 NUM_SLOTS = 12
@@ -26,7 +27,7 @@ def open_tier(path: Path, quotas: dict[str, int | None], policy: str = "lru") ->
     rows = make_rows()
     options = {"policy": policy}
     one_pack = bytes_of_packs(1, NUM_SLOTS)
-    tier = AwakeTier(
+    tier = PackTier(
         config_of_tenants("fs", sizes),
         rows,
         parse_tier_settings(options),
@@ -34,7 +35,9 @@ def open_tier(path: Path, quotas: dict[str, int | None], policy: str = "lru") ->
         capacity_bytes=one_pack,
         pack_bytes=one_pack,
         num_threads=1,
+        has_thread=False,  # which brings tenants back to their quotas each second, whether room is needed or not
     )
+    tier.keeper.tick()
     assert tier.wait_indexed(HANG_GUARD_S)
     return TenantDriver(tier, rows)
 
@@ -114,6 +117,17 @@ def test_a_store_beyond_a_quota_without_blocks_of_its_own_takes_no_slot_of_other
     driver.store_of("bob", range(NUM_SLOTS))
     assert len(driver.store_of("alice", range(4))) == 1
     assert len(held_by(driver, keys_of("bob", *range(NUM_SLOTS)))) == NUM_SLOTS - 1
+
+
+def test_what_is_beyond_a_quota_leaves_within_a_second_whether_room_is_needed_or_not(
+    start: StartTenants,
+) -> None:
+    driver = start({"alice": 4, "bob": None})
+    driver.store_of("bob", range(4))
+    driver.store_of("alice", range(8))
+    driver.tier.keeper.tick(is_due=True)  # type: ignore[attr-defined]  # a disk tier
+    assert held_by(driver, keys_of("alice", *range(8))) == keys_of("alice", 4, 5, 6, 7)
+    assert held_by(driver, keys_of("bob", *range(4))) == keys_of("bob", *range(4))
 
 
 QUOTAS = st.fixed_dictionaries({name: st.none() | st.integers(1, NUM_SLOTS) for name in NAMES})
