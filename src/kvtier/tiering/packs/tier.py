@@ -182,6 +182,7 @@ class PackTier(
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._table.touch(self._namespace, keys)
+        self.keeper.note_uses(self._namespace, list(keys))
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
         self.keeper.note_use()
