@@ -94,9 +94,6 @@ rarely where resets make new ones."""
 MAX_READ = 32
 """Namespaces read from it, those written last."""
 
-QUOTA_PERMISSIONS = "+scan +object|idletime +memory|usage +client|no-touch"
-"""What a user must be allowed to do beside moving blocks, where tenants have quotas."""
-
 OWN_NAMES = "kvtier:*"
 
 OK = Reply("+", text="OK")
@@ -162,8 +159,6 @@ class ValkeyBlobs(Blobs):
 
     expires_itself = True
     fate = "leave when their time to live ends or the server evicts them"
-    proof = "answers and lets us write"
-    listing_remedy = QUOTA_PERMISSIONS
 
     def __init__(
         self,
@@ -204,43 +199,36 @@ class ValkeyBlobs(Blobs):
         renewals = self._expire(names) if self.renews else []
         return [self._got_of(reply) for reply in self._run(commands, renewals, end_s)]
 
-    def sizes(self, names: Sequence[str], *, renews: bool) -> dict[str, Size]:
+    def sizes(self, names: Sequence[str], *, is_lookup: bool) -> dict[str, Size]:
         # The server's order of uses sees it; the time to live begins again when a block is loaded or stored.
         found: dict[str, Size] = {}
         for begin in range(0, len(names), MAX_LOOKUPS):
             part = names[begin : begin + MAX_LOOKUPS]
-            replies = self._run(_about((b"STRLEN",), part), is_use=renews)
+            replies = self._run(_about((b"STRLEN",), part), is_use=is_lookup and self.renews)
             lengths = zip(part, map(_length_of, replies), strict=True)
             found |= {name: Size(num_bytes) for name, num_bytes in lengths if num_bytes is not None}
         return found
 
-    def read_each(self, names: Sequence[str], max_bytes: int) -> dict[str, memoryview]:
+    def read_each(self, names: Sequence[str], max_bytes: int, start: int = 0) -> dict[str, memoryview]:
         kinds = [BlobKind.BLOCK if (own := self.names.parse(name)) is None else own.kind for name in names]
+        are_parts = [start > 0 or kind is BlobKind.DOCUMENT for kind in kinds]
         answers = [Answer(partial(read_beginning, max_bytes=max_bytes)) for _ in names]
         # A page is read by engines alone, and must outlive the blocks that it vouches for.
         pages = [name for name, kind in zip(names, kinds, strict=True) if kind is BlobKind.PAGE]
         # A description is what others have written, of any length. What else an engine reads must not need a permission
         # more than moving blocks does.
-        part = (b"0", b"%d" % (max_bytes - 1))
+        part = (b"%d" % start, b"%d" % (start + max_bytes - 1))
         commands = [
             Command(own, (encode(b"GETRANGE", own, *part) if is_part else encode(b"GET", own),), answer.read)
-            for own, is_part, answer in zip(
-                map(str.encode, names), (kind is BlobKind.DOCUMENT for kind in kinds), answers, strict=True
-            )
+            for own, is_part, answer in zip(map(str.encode, names), are_parts, answers, strict=True)
         ]
         self._run(commands, self._expire(pages, PAGE_MARGIN_MS), is_use=bool(pages))
         return {
             name: memoryview(answer.tree)
-            for name, kind, answer in zip(names, kinds, answers, strict=True)
+            for name, is_part, answer in zip(names, are_parts, answers, strict=True)
             # Part of what is absent is empty.
-            if isinstance(answer.tree, bytes) and (answer.tree or kind is not BlobKind.DOCUMENT)
+            if isinstance(answer.tree, bytes) and (answer.tree or not is_part)
         }
-
-    def read_part(self, name: str, start: int, num_bytes: int) -> memoryview:
-        own, answer = name.encode(), Answer(partial(read_beginning, max_bytes=num_bytes))
-        request = encode(b"GETRANGE", own, b"%d" % start, b"%d" % (start + num_bytes - 1))
-        self._run([Command(own, (request,), answer.read)], is_use=False)
-        return memoryview(answer.tree if isinstance(answer.tree, bytes) else b"")
 
     def remove(
         self, names: Sequence[str], unless_used_since: Mapping[str, float] | None = None

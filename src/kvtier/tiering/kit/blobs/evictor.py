@@ -126,7 +126,7 @@ class Evictor:
         try:
             next(iter(self._blobs.list_all()), None)
         except TierError as error:
-            remedy = f"let the user {self._blobs.listing_remedy}, or leave the tier out of quota_bytes"
+            remedy = "let the user list it, or leave the tier out of quota_bytes"
             raise TierError(self._tier, f"quota_bytes cannot be kept ({error}): {remedy}") from None
 
     def on_opened(self, namespace: Namespace) -> None:
