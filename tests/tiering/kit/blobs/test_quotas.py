@@ -64,10 +64,10 @@ class ServerBlobs(Blobs):
     def get_into(self, targets: Sequence[Target], end_s: float | None) -> list[Got]:
         raise NotImplementedError
 
-    def sizes(self, names: Sequence[str], *, renews: bool) -> dict[str, Size]:
+    def sizes(self, names: Sequence[str], *, is_lookup: bool) -> dict[str, Size]:
         raise NotImplementedError
 
-    def read_each(self, names: Sequence[str], max_bytes: int) -> dict[str, memoryview]:
+    def read_each(self, names: Sequence[str], max_bytes: int, start: int = 0) -> dict[str, memoryview]:
         raise NotImplementedError
 
     def check(self) -> None:
