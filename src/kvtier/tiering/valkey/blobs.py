@@ -12,7 +12,6 @@ import math
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from kvtier.errors import TierError
@@ -57,6 +56,7 @@ from kvtier.tiering.valkey.servers import (
 )
 from kvtier.tiering.valkey.settings import ValkeySettings
 
+PAGE_END = ":probe.page"
 LIST_NAME = "kvtier:{namespaces}"
 """The namespaces written last, a sorted set by the time of that."""
 
@@ -97,6 +97,7 @@ MAX_READ = 32
 OWN_NAMES = "kvtier:*"
 
 OK = Reply("+", text="OK")
+WRITTEN, EXISTED = Put(PutKind.WRITTEN), Put(PutKind.EXISTED)
 
 OF_VALUE = frozenset({"ERR", "WRONGTYPE"})
 """Codes of refusals that are about one value; others are about the server."""
@@ -119,7 +120,7 @@ class ValkeyNames(BlobNames):
         return f"kvtier:{{{namespace}}}:namespace.json"
 
     def page(self, namespace: str) -> str:
-        return f"kvtier:{{{namespace}}}:probe.page"
+        return f"kvtier:{{{namespace}}}{PAGE_END}"
 
     def parse(self, name: str) -> BlobName | None:
         found = _NAME.fullmatch(name)
@@ -131,21 +132,22 @@ class ValkeyNames(BlobNames):
         return BlobName(BlobKind.BLOCK, namespace, bytes.fromhex(digits))
 
 
-@dataclass(frozen=True, slots=True)
 class SetRequest:
     """The request that stores a blob, whose parts are made when they are sent, after a redirection once more.
 
-    Attributes:
+    Args:
         blob: what to store.
         options: of SET.
     """
 
-    blob: Blob
-    options: tuple[bytes, ...]
+    __slots__ = ("_blob", "_options")
+
+    def __init__(self, blob: Blob, options: tuple[bytes, ...]) -> None:
+        self._blob, self._options = blob, options
 
     def __iter__(self) -> Iterator[Buffer]:
         """Yield the pieces."""
-        return encode_set(self.blob.name.encode(), self.blob.parts, self.blob.num_bytes, *self.options)
+        return encode_set(self._blob.name.encode(), self._blob.parts, self._blob.num_bytes, *self._options)
 
 
 class ValkeyBlobs(Blobs):
@@ -186,7 +188,7 @@ class ValkeyBlobs(Blobs):
         if unsure:
             puts |= self._find([blob.name for blob in unsure], end_s)
             # It has no bytes, is no string, or has gone meanwhile: it is no whole block, and can be written over.
-            empty = [blob for blob in unsure if puts[blob.name] == Put(PutKind.EXISTED)]
+            empty = [blob for blob in unsure if puts[blob.name] == EXISTED]
             puts |= self._set(empty, (), end_s)
         return [puts[blob.name] for blob in blobs]
 
@@ -356,9 +358,7 @@ class ValkeyBlobs(Blobs):
     def _lifetime_of(self, name: str) -> tuple[bytes, ...]:
         if self._ttl_ms is None:
             return ()
-        parsed = self.names.parse(name)
-        is_page = parsed is not None and parsed.kind is BlobKind.PAGE
-        return (b"PX", b"%d" % (self._ttl_ms + is_page * PAGE_MARGIN_MS))
+        return (b"PX", b"%d" % (self._ttl_ms + PAGE_MARGIN_MS * name.endswith(PAGE_END)))
 
     def _expire(self, names: Iterable[str], margin_ms: int = 0) -> list[Command]:
         """Return the commands that count the expiry of values from now; for absent ones they do nothing."""
@@ -401,7 +401,7 @@ class ValkeyBlobs(Blobs):
         if not isinstance(reply, Reply):
             return Put(PutKind.FAILED if self._servers.is_fault(reply) else PutKind.AWAY)
         if reply.kind != "-":
-            return Put(PutKind.WRITTEN if reply.kind == "+" else PutKind.EXISTED)
+            return WRITTEN if reply.kind == "+" else EXISTED
         if reply.error_code == "OOM":
             return Put(PutKind.NO_ROOM, words_of(reply.text))
         failed = PutKind.FAILED if self._servers.is_fault(reply) else PutKind.AWAY
