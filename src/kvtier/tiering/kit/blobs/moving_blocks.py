@@ -30,10 +30,10 @@ class SealedBlock:
     def __iter__(self) -> Iterator[Buffer]:
         """Return header and payload."""
         header, payload = self._format.seal(self._key, self._row, self._lent.scratch)
-        if self._lent.is_registered:
-            self._lent.header[:] = header
-            header = self._lent.header
-        return iter((header, payload))
+        if not self._lent.is_registered:
+            return iter((header, payload))
+        self._lent.header[:] = header
+        return iter((self._lent.header, payload))
 
 
 class BlockTarget(Target):

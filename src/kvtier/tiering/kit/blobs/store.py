@@ -222,10 +222,16 @@ class BlobStore(BlockStore[BlobNamespace], PageKeeper[BlobNamespace]):
             lost = {block.key for block in unsure} - whole - again.keys()
         else:
             lost = set()
-        held = [block.key for block, put in puts if put.kind in HELD and block.key not in lost]
+        there = [
+            block
+            for block, put in puts
+            # An enumeration's member is slow to hash, and this is done for each block.
+            if (put.kind is PutKind.WRITTEN or put.kind is PutKind.EXISTED) and block.key not in lost
+        ]
+        held = [block.key for block in there]
         self._count_stored(puts, len(blocks) - len(todo))
-        if held:
-            self._recent.add(block.name for block, put in puts if put.kind in HELD and block.key not in lost)
+        if there:
+            self._recent.add(block.name for block in there)
         if len(todo) < len(blocks):
             asked = {block.key for block in todo}
             held += [key for key in keys if key not in asked]
@@ -388,12 +394,13 @@ class BlobStore(BlockStore[BlobNamespace], PageKeeper[BlobNamespace]):
 
     def _count_stored(self, puts: Sequence[tuple[BlockToStore, Put]], num_recent: int) -> None:
         counts = {"existed": num_recent}
+        kinds = [put.kind for _, put in puts]
+        for kind, name in COUNT_OF_PUT.items():
+            counts[name] = counts.get(name, 0) + kinds.count(kind)
         for block, put in puts:
-            name = COUNT_OF_PUT[put.kind]
-            counts[name] = counts.get(name, 0) + 1
             if put.words:
                 self._failures.on_failure("stored", block.name, self._block_bytes, put.words)
-        counts["stored_bytes"] = counts.get("stored_blocks", 0) * self._rows.row_bytes
+        counts["stored_bytes"] = counts["stored_blocks"] * self._rows.row_bytes
         self._counters.add(**counts)
 
     def _failure_of(self, target: BlockTarget, got: Got) -> TierFailure | None:
