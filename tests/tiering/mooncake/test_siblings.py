@@ -65,6 +65,10 @@ class DictStore(ScriptedStore):
         """Return 1 for what is there, and lease it."""
         return [int(name in self.values) for name in names]
 
+    def get_size(self, name: str, /) -> int:
+        """Return the length of what is there."""
+        return len(self.values[name]) if name in self.values else Code.OBJECT_NOT_FOUND
+
     def batch_remove(self, names: list[str], /) -> list[int]:
         """Remove what is not leased."""
         answers: list[int] = []
