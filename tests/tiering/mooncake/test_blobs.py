@@ -45,14 +45,14 @@ class TestStore(BlobsSuite):
             "admin_port": self.store.admin_port,
             "allow_any_interface": True,
         }
-        return MooncakeBlobs(parse_settings(MooncakeSettings, own), pause=wait_briefly, waits_for_leases=True)
+        return MooncakeBlobs(parse_settings(MooncakeSettings, own), pause=wait_briefly)
 
     def test_what_is_there_stays_as_it_is(self, blobs: Blobs) -> None:
         self.put(blobs, 1, num_bytes=VALUE_BYTES - 1)
         # The library says the same of what it finds and of what it writes.
         assert self.put(blobs, 1, 2) == [PutKind.WRITTEN] * 2
         name = self.name(blobs, 1)
-        assert blobs.sizes([name], renews=False)[name].num_bytes == VALUE_BYTES - 1
+        assert blobs.sizes([name], is_lookup=False)[name].num_bytes == VALUE_BYTES - 1
 
     def test_a_long_value_is_written_and_read_as_a_page_is(self, tmp_path: Path) -> None:
         blobs = self.open(tmp_path)
@@ -62,7 +62,7 @@ class TestStore(BlobsSuite):
             PutKind.WRITTEN
         ]
         assert bytes(blobs.read_each([name], 2**26)[name]) == value
-        assert bytes(blobs.read_part(name, LONG_BYTES - 10, 2**20)) == value[-10:]
+        assert bytes(blobs.read_each([name], 2**20, LONG_BYTES - 10)[name]) == value[-10:]
         blobs.close()
 
     def test_a_page_stays_when_the_blocks_of_its_namespace_are_removed(self, tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from kvtier.testing.tiering_driver import ROW_BYTES as DRIVEN_ROW_BYTES
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
 from kvtier.tiering.kit.place import BlockState, Place
 from kvtier.tiering.mooncake import MooncakeTier
-from kvtier.tiering.mooncake.place import open_mooncake_place
 from kvtier.tiering.places import open_place
 
 __all__ = ["run"]
@@ -30,7 +29,7 @@ BLOCK_BYTES = ENVELOPE_BYTES + ROW_BYTES
 def place(shared_store: LiveStore) -> Place:
     """The shared store."""
     own = {"master": shared_store.address, "admin_port": shared_store.admin_port, "allow_any_interface": True}
-    return open_mooncake_place(own)
+    return MooncakeTier.open_place(own)
 
 
 def name_of_model(salt: str, model: str = "model-a") -> str:

@@ -120,12 +120,6 @@ class TestPureClient(EveryRole):
     def get_backend(self) -> Values:
         return self.values
 
-    @pytest.mark.xfail(
-        reason="the tier takes a value of another length for damaged, without reading its version"
-    )
-    def test_a_block_of_another_version_and_length_is_a_miss_and_left_alone(self) -> None:
-        super().test_a_block_of_another_version_and_length_is_a_miss_and_left_alone()
-
 
 class TestPlace(PlaceSuite):
     """What commands without an engine see."""

@@ -65,6 +65,10 @@ class DictStore(ScriptedStore):
         """Return 1 for what is there, and lease it."""
         return [int(name in self.values) for name in names]
 
+    def get_size(self, name: str, /) -> int:
+        """Return the length of what is there."""
+        return len(self.values[name]) if name in self.values else Code.OBJECT_NOT_FOUND
+
     def batch_remove(self, names: list[str], /) -> list[int]:
         """Remove what is not leased."""
         answers: list[int] = []
@@ -151,6 +155,25 @@ def test_each_namespace_is_described_once_and_again_when_it_was_evicted() -> Non
     assert {len(value) for value in described(native).values()} == {DESCRIPTION_BYTES}
 
 
+def test_there_is_no_description_before_the_first_blocks() -> None:
+    native = DictStore()
+    engine = Engine(native, A)
+    engine.store.check_reachable()
+    assert not native.values
+    engine.describe()
+    assert len(described(native)) == 1
+
+
+def test_a_description_that_is_gone_is_no_sign_of_lost_blocks() -> None:
+    native = DictStore()
+    engine = Engine(native, A)
+    engine.describe()
+    native.values.clear()
+    engine.clock.advance(DESCRIBE_S)
+    assert not engine.store.restore_description(engine.namespace)
+    assert not described(native)
+
+
 def test_a_full_store_makes_room_for_one_after_a_while() -> None:
     native = DictStore()
     for name, count in zip(DESCRIPTION_NAMES, range(100), strict=False):
@@ -202,7 +225,7 @@ def test_a_hostile_description_costs_its_own_words_only(value: bytes) -> None:
     assert engine.look() is not None
 
 
-@pytest.mark.parametrize("answer", [Code.INTERNAL_ERROR, Code.RPC_FAIL, Code.NO_AVAILABLE_HANDLE, 1])
+@pytest.mark.parametrize("answer", [-1, Code.RPC_FAIL, Code.NO_AVAILABLE_HANDLE, 1])
 def test_a_store_that_answers_nothing_of_use_costs_nothing(answer: int) -> None:
     engine = Engine(ScriptedStore(answer), A)
     assert engine.look() is None
@@ -213,7 +236,8 @@ def test_a_store_that_answers_nothing_of_use_costs_nothing(answer: int) -> None:
 def test_after_a_reset_no_description_is_made() -> None:
     native = DictStore()
     store = Engine(native, A).store
-    store.store(store.open_namespace(A, is_new=True), [key_of(1)], [0])
+    reset = make_namespace(make_config("model-a"), ROW_BYTES, epoch=bytes(15) + b"1")
+    store.store(store.open_namespace(reset, is_new=True), [key_of(1)], [0])
     assert len(native.values) == 1
     store.store(store.open_namespace(A, is_new=False), [key_of(2)], [0])
     assert DESCRIPTION_NAMES[0] in native.values

@@ -69,14 +69,14 @@ class Shelf(Blobs):
         self._require_here()
         return [self._get(target) for target in targets]
 
-    def sizes(self, names: Sequence[str], *, renews: bool) -> dict[str, Size]:
+    def sizes(self, names: Sequence[str], *, is_lookup: bool) -> dict[str, Size]:
         self._require_here()
         found = {name: self.values[name] for name in names if name in self.values}
         return {name: Size(len(value), written_s) for name, (value, written_s) in found.items()}
 
-    def read_each(self, names: Sequence[str], max_bytes: int) -> dict[str, memoryview]:
+    def read_each(self, names: Sequence[str], max_bytes: int, start: int = 0) -> dict[str, memoryview]:
         there = () if self.cannot_read else [name for name in names if name in self.values]
-        return {name: memoryview(self.values[name][0])[:max_bytes] for name in there}
+        return {name: memoryview(self.values[name][0])[start : start + max_bytes] for name in there}
 
     def remove(
         self, names: Sequence[str], unless_used_since: Mapping[str, float] | None = None
@@ -355,21 +355,16 @@ def test_a_document_that_is_locked_is_no_sign_of_lost_data(
 
 
 class ForgetfulShelf(Shelf):
-    """Tells no lengths in lookups and no times in listings, and may drop a document before its blocks."""
+    """Tells no lengths in lookups and no times in listings."""
 
     has_times = False
-    describes_again_s = 600.0
 
-    def find(self, names: Sequence[str], *, renews: bool) -> dict[str, Size | None]:
-        self._require_here()
-        return {name: None for name in names if name in self.values}
+    def sizes(self, names: Sequence[str], *, is_lookup: bool) -> dict[str, Size]:
+        found = super().sizes(names, is_lookup=is_lookup)
+        return dict.fromkeys(found, Size(None)) if is_lookup else found
 
     def stats(self) -> dict[str, float]:
         return {"values": len(self.values)}
-
-    def documents(self) -> list[str]:
-        """Return the names of the documents that are there."""
-        return [name for name in self.values if name.endswith("namespace.json")]
 
 
 def test_a_blob_without_a_length_is_held_until_it_is_read(start: Start) -> None:
@@ -388,34 +383,6 @@ def test_a_backend_has_counts_of_its_own(start: Start) -> None:
     assert driver.store([1]).success
     stats = driver.tier.stats()
     assert (stats["values"], stats["stored_blocks"]) == (2, 1)
-
-
-def test_a_document_that_may_be_dropped_is_written_again_with_a_later_store_and_says_nothing_of_blocks(
-    start: Start, clock: ManualClock, caplog: pytest.LogCaptureFixture
-) -> None:
-    shelf = ShelfTier.shelf = ForgetfulShelf()
-    driver = start()
-    driver.tier.check_reachable()
-    assert not shelf.documents(), "none before the first blocks"
-    assert driver.store([1]).success
-    (document,) = shelf.documents()
-    del shelf.values[document]
-    assert driver.store([2]).success
-    clock.advance(shelf.describes_again_s)
-    assert not driver.load([9]).success
-    assert not shelf.documents()
-    assert driver.store([3]).success
-    assert shelf.documents() == [document]
-    assert not driver.tier.drain_emptied()
-    assert not lines_of(caplog)
-
-
-def test_where_a_document_may_be_dropped_the_namespace_of_a_reset_has_none(start: Start) -> None:
-    shelf = ShelfTier.shelf = ForgetfulShelf()
-    driver = start()
-    driver.tier.reset(b"e" * 16)
-    assert driver.store([1]).success
-    assert not shelf.documents()
 
 
 def test_a_listing_without_times_serves_inspection_and_nothing_that_goes_by_age(start: Start) -> None:
