@@ -52,6 +52,9 @@ class TestPureClient(EveryRole):
         "emptied": "a store is not looked after: what it has lost is found by loads",
         "lengths": "a lookup says that a value is there, not how long it is",
         "removal at once": "what was read is leased, and removed when that has ended",
+        "untouched slots": "bytes are checked where they land, in the slot",
+        "existed": "a store says the same of a value that it finds and of one that it writes",
+        "counts": "clients cannot list",
         "empty values": "a store takes no value without bytes",
         "documents": "clients cannot list: descriptions have 32 names of their own",
     }

@@ -164,6 +164,15 @@ class RoleSuite(ABC):
         """Return the keys of plain blocks, of whatever namespace."""
         return {block.key for block in self.list_blocks() if block.key is not None}
 
+    def count_foreign(self) -> int:
+        """Return how many names a place has that are not ours."""
+        place = self.tier_class.open_place(self.own_settings())
+        try:
+            list(place.blocks())
+            return place.summary().foreign.num
+        finally:
+            place.close()
+
     def remove_blocks(self, *numbers: int) -> None:
         """Remove blocks of the first model past the tier."""
         for number in numbers:

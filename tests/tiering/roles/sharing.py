@@ -25,6 +25,8 @@ class Sharing(RoleSuite):
         assert all(driver.wait(job).success for driver, job in jobs)
         keys = [block.key for block in self.list_blocks()]
         assert sorted(key for key in keys if key is not None) == sorted(map(key_of, numbers))
+        if "existed" not in self.lacks:
+            assert sum(driver.tier.stats()["stored_blocks"] for driver in (first, second)) == NUM_BLOCKS
         for driver in (second, first):
             assert driver.load_right(numbers) == set(numbers)
 
@@ -50,6 +52,7 @@ class Sharing(RoleSuite):
         assert (result.success, result.is_fault) == (False, False)
         assert result.successful_keys == frozenset({key_of(1)})
         assert second.tier.stats()["absent"] == 1
+        assert not second.lookup(2)
         assert second.store([2]).success
         assert first.load_right([2, 1]) == {1, 2}
 
@@ -57,9 +60,12 @@ class Sharing(RoleSuite):
     def test_models_keep_their_own_bytes_under_one_key(self) -> None:
         drivers = {model: self.start(model) for model in MODELS}
         for offset, driver in enumerate(drivers.values()):
+            assert not driver.lookup(1)
             driver.rows[0] = content_of(100 + offset)
             assert driver.wait(driver.submit([1], [0], is_promotion=False)).success
-        assert len(self.list_blocks()) == len(MODELS)
+        blocks = self.list_blocks()
+        assert sorted(block.namespace for block in blocks) == sorted(map(self.namespace_of, MODELS))
+        assert len({block.address for block in blocks}) == len(MODELS)
         for offset, driver in enumerate(drivers.values()):
             assert driver.load([1]).success
             assert np.array_equal(driver.rows[0], content_of(100 + offset))
