@@ -1,7 +1,6 @@
 """What a store holds is listed, checked and removed without an engine, and by a living one."""
 
 import json
-from collections.abc import Callable
 
 import pytest
 from tests.cli.place.conftest import Run, run
@@ -14,7 +13,7 @@ from kvtier.namespace import make_namespace
 from kvtier.testing.tier_suite import ROW_BYTES, make_config
 from kvtier.testing.tiering_driver import ROW_BYTES as DRIVEN_ROW_BYTES
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
-from kvtier.tiering.kit.place import BlockState, Place
+from kvtier.tiering.kit.place import Place
 from kvtier.tiering.mooncake import MooncakeTier
 from kvtier.tiering.mooncake.place import open_mooncake_place
 from kvtier.tiering.places import open_place
@@ -50,26 +49,6 @@ def test_blocks_are_listed_by_namespace_with_their_bytes(
     ] * 2
     summary = place.summary()
     assert summary.capacity_bytes == 2 * 64 * 2**20
-    place.close()
-
-
-def test_a_damaged_value_is_told_from_whole_ones(
-    shared_store: LiveStore,
-    start_tier: StartTier,
-    salt: str,
-    place: Place,
-    vandal: Vandal,
-    name_of: Callable[[int], str],
-) -> None:
-    start_tier(shared_store).store([1])
-    vandal.put(name_of(2), b"x" * BLOCK_BYTES)
-    states = {block.address: place.check(block) for block in place.blocks([name_of_model(salt)])}
-    assert states == {name_of(1): BlockState.WHOLE, name_of(2): BlockState.DAMAGED}
-    (gone,) = (block for block in place.blocks([name_of_model(salt)]) if block.address == name_of(2))
-    place.begin_removal()
-    assert place.remove([gone], unless_changed=False).num == 1
-    assert place.check(gone) is BlockState.GONE
-    place.end_removal(())
     place.close()
 
 
