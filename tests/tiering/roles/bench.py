@@ -17,8 +17,8 @@ from kvtier.base import OffloadKey
 from kvtier.config import OffloadingConfig
 from kvtier.namespace import make_namespace
 from kvtier.testing.clock import ManualClock
-from kvtier.testing.tier_driver import HANG_GUARD_S, ROW_BYTES, key_of, make_config, make_rows
-from kvtier.tiering.base import NO_SETTINGS, SecondaryTierManager, TierSettings
+from kvtier.testing.tier_driver import HANG_GUARD_S, ROW_BYTES, TierDriver, key_of, make_config, make_rows
+from kvtier.tiering.base import NO_SETTINGS, PurgeOutcome, SecondaryTierManager, TierSettings
 from kvtier.tiering.kit.place import PlaceBlock
 
 Case = TypeVar("Case", bound=Callable[..., None])
@@ -188,3 +188,17 @@ class RoleSuite(ABC):
         finally:
             place.close()
         return removed.num
+
+
+def purge(driver: TierDriver) -> PurgeOutcome:
+    """Let a tier drop what its engine has; return how that ended."""
+    outcome = driver.tier.purge()
+    ended = [] if outcome is None else [outcome]
+
+    def poll() -> bool:
+        if not ended and isinstance(progress := driver.tier.poll_purge(), PurgeOutcome):
+            ended.append(progress)
+        return bool(ended)
+
+    driver.poll_until(poll)
+    return ended[0]

@@ -6,11 +6,10 @@ Bytes of another namespace under our names are in ``ServerTierSuite``; forged en
 from collections.abc import Callable
 
 import pytest
-from tests.tiering.roles.bench import RoleSuite, needs
+from tests.tiering.roles.bench import RoleSuite, needs, purge
 
 from kvtier.base import OffloadKey
-from kvtier.testing.tier_driver import ROW_BYTES, TierDriver, key_of
-from kvtier.tiering.base import PurgeOutcome
+from kvtier.testing.tier_driver import ROW_BYTES, key_of
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
 from kvtier.tiering.kit.place import BlockState
 
@@ -156,24 +155,13 @@ class Hostile(RoleSuite):
             backend.write(name, block)
         assert driver.store([2, 3]).success
         assert self.held_keys() == {key_of(1), key_of(2), key_of(3)}
+        assert len(self.list_blocks()) == 3, "a name that is not ours is taken for something of ours"
         assert purge(driver).num_blocks == 3
-        assert self.held_keys() == set()
+        assert self.list_blocks() == []
+        assert driver.store([1]).success
+        assert self.remove_namespace(self.namespace_of()) == 1
         assert {name: backend.read(name) for name in strange} == dict.fromkeys(strange, block)
 
     def test_a_key_too_long_for_an_envelope_is_not_held(self) -> None:
         driver = self.start()
         assert driver.tier.lookup(OffloadKey(bytes(41)), driver.request) is False
-
-
-def purge(driver: TierDriver) -> PurgeOutcome:
-    """Let a tier drop what its engine has; return how that ended."""
-    outcome = driver.tier.purge()
-    ended = [] if outcome is None else [outcome]
-
-    def poll() -> bool:
-        if not ended and isinstance(progress := driver.tier.poll_purge(), PurgeOutcome):
-            ended.append(progress)
-        return bool(ended)
-
-    driver.poll_until(poll)
-    return ended[0]

@@ -1,7 +1,7 @@
 """Engines that share a backend and never talk. That one finds what another has stored is in ``ServerTierSuite``."""
 
 import numpy as np
-from tests.tiering.roles.bench import MODELS, RoleSuite, needs
+from tests.tiering.roles.bench import MODELS, RoleSuite, needs, purge
 
 from kvtier.testing.tier_driver import NUM_ROWS, content_of, key_of
 
@@ -69,6 +69,16 @@ class Sharing(RoleSuite):
         for offset, driver in enumerate(drivers.values()):
             assert driver.load([1]).success
             assert np.array_equal(driver.rows[0], content_of(100 + offset))
+
+    @needs("sharing")
+    def test_a_purge_by_an_engine_leaves_other_models_their_blocks(self) -> None:
+        first, second = self.start(), self.start("model-b")
+        assert first.store([1, 2]).success
+        assert second.store([1, 2, 3]).success
+        assert purge(first).num_blocks == 2
+        assert {block.namespace for block in self.list_blocks()} == {self.namespace_of("model-b")}
+        assert second.load_right([1, 2, 3]) == {1, 2, 3}
+        assert first.load_right([1, 2]) == set()
 
     @needs("sharing")
     def test_a_purge_of_one_model_leaves_the_others(self) -> None:
