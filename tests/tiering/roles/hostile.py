@@ -32,15 +32,21 @@ def of_another_version(value: bytes, offset: int) -> bytes:
 
 DAMAGES: dict[str, Damage] = {
     **{f"flipped at {offset}": lambda own, _, offset=offset: flipped(own, offset) for offset in FLIPPED},  # type: ignore[misc]  # a default
-    **{f"cut to {length}": lambda own, _, length=length: own[:length] for length in CUT},  # type: ignore[misc]  # a default
-    "a byte too long": lambda own, _: own + b"x",
-    "much too long": lambda own, _: own + own,
     "of another block": lambda _, other: other,
     "another block's row": lambda own, other: own[:ENVELOPE_BYTES] + other[ENVELOPE_BYTES:],
     "another block's header": lambda own, other: other[:ENVELOPE_BYTES] + own[ENVELOPE_BYTES:],
     "nothing but zeros": lambda own, _: bytes(len(own)),
 }
 """What becomes of a block's value: own and another block's value in, what is then found out."""
+
+OTHER_LENGTHS: dict[str, Damage] = {
+    **{f"cut to {length}": lambda own, _, length=length: own[:length] for length in CUT},  # type: ignore[misc]  # a default
+    "a byte too long": lambda own, _: own + b"x",
+    "much too long": lambda own, _: own + own,
+}
+"""The same, where a value need not have the length of a block."""
+
+SOME_LENGTHS = ["cut to 0", "cut to 15", "cut to 8319", "a byte too long"]
 
 
 class Hostile(RoleSuite):
@@ -62,6 +68,17 @@ class Hostile(RoleSuite):
     @needs("raw")
     @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
     def test_a_damaged_block_costs_itself_and_makes_way_for_the_right_one(self, damage: Damage) -> None:
+        self.check_damage(damage)
+
+    @needs("raw", "other lengths")
+    @pytest.mark.parametrize("damage", OTHER_LENGTHS.values(), ids=OTHER_LENGTHS)
+    def test_a_block_of_another_length_costs_itself_and_makes_way_for_the_right_one(
+        self, damage: Damage
+    ) -> None:
+        self.check_damage(damage)
+
+    def check_damage(self, damage: Damage) -> None:
+        """Check what one damaged block of three costs."""
         driver = self.start()
         assert driver.store([1, 2, 3]).success
         right = self.spoil(2, damage)
@@ -94,7 +111,7 @@ class Hostile(RoleSuite):
     def test_a_block_of_another_version_is_a_miss_and_left_alone(self, offset: int) -> None:
         self.check_another_version(offset, b"")
 
-    @needs("raw")
+    @needs("raw", "other lengths")
     def test_a_block_of_another_version_and_length_is_a_miss_and_left_alone(self) -> None:
         self.check_another_version(VERSION_OFFSETS[0], bytes(100))
 
@@ -110,27 +127,27 @@ class Hostile(RoleSuite):
         assert (stats["foreign"], stats["damaged"]) == (2, 0)
         assert self.get_backend().read(self.name_of(2)) == theirs
 
-    @needs("raw", "lengths")
-    @pytest.mark.parametrize("damage", ["cut to 0", "cut to 15", "cut to 8319", "a byte too long"])
+    @needs("raw", "other lengths", "lengths")
+    @pytest.mark.parametrize("damage", SOME_LENGTHS)
     def test_what_has_another_length_is_not_found(self, damage: str) -> None:
         assert self.start().store([1, 2]).success
-        self.spoil(1, DAMAGES[damage], other=2)
+        self.spoil(1, OTHER_LENGTHS[damage], other=2)
         driver = self.start()
         assert not driver.lookup(1)
         assert driver.lookup(2)
 
-    @needs("raw")
-    @pytest.mark.parametrize("damage", ["cut to 0", "cut to 15", "cut to 8319", "a byte too long"])
+    @needs("raw", "other lengths")
+    @pytest.mark.parametrize("damage", SOME_LENGTHS)
     def test_what_has_another_length_is_not_taken_for_the_block_by_a_store(self, damage: str) -> None:
         assert self.start().store([1, 2]).success
-        right = self.spoil(1, DAMAGES[damage], other=2)
+        right = self.spoil(1, OTHER_LENGTHS[damage], other=2)
         driver = self.start()
         is_seen = "lengths" not in self.lacks  # else the block has to be loaded
         driver.poll_until(lambda: driver.store([1]).success and (is_seen or driver.load_right([1]) == {1}))
         assert driver.load_right([1]) == {1}
         assert self.get_backend().read(self.name_of(1)) == right
 
-    @needs("raw")
+    @needs("raw", "removals")
     def test_a_block_that_is_gone_is_absent_and_no_fault(self) -> None:
         driver = self.start()
         assert driver.store([1, 2]).success
