@@ -5,7 +5,7 @@ import json
 import pytest
 from tests.cli.place.conftest import Run, run
 from tests.tiering.mooncake.conftest import StartTier, salted
-from tests.tiering.mooncake.live import LiveStore, Vandal
+from tests.tiering.mooncake.live import SEGMENT_BYTES, LiveStore
 from tests.tiering.purged import check_purge
 
 from kvtier.errors import ConfigError, TierError
@@ -36,19 +36,12 @@ def name_of_model(salt: str, model: str = "model-a") -> str:
     return make_namespace(salted(make_config(model), salt), ROW_BYTES).name
 
 
-def test_blocks_are_listed_by_namespace_with_their_bytes(
-    shared_store: LiveStore, start_tier: StartTier, salt: str, place: Place, vandal: Vandal
+def test_a_place_says_what_blocks_take_and_how_much_memory_is_lent(
+    shared_store: LiveStore, start_tier: StartTier, salt: str, place: Place
 ) -> None:
     start_tier(shared_store).store([1, 2])
-    start_tier(shared_store, "model-b").store([3])
-    a, b = name_of_model(salt), name_of_model(salt, "model-b")
-    assert {a, b} <= {one.name for one in place.namespaces()}
-    blocks = list(place.blocks([a]))
-    assert [(block.namespace, block.num_bytes, block.used_s) for block in blocks] == [
-        (a, BLOCK_BYTES, None)
-    ] * 2
-    summary = place.summary()
-    assert summary.capacity_bytes == 2 * 64 * 2**20
+    assert [block.num_bytes for block in place.blocks([name_of_model(salt)])] == [BLOCK_BYTES] * 2
+    assert place.summary().capacity_bytes == 2 * SEGMENT_BYTES
     place.close()
 
 

@@ -50,6 +50,7 @@ ABILITIES = {
     "lengths": "a lookup finds out that a value has another length",
     "encryption": "the tier can encrypt",
     "quotas": "the tier keeps the quotas of tenants",
+    "quotas at once": "and while it has room too",
     "expiry": "blocks have a time to live",
     "remains": "an engine can tell that a block of another one was there and is over",
     "ages": "the test can let time pass for what is stored",
@@ -82,7 +83,7 @@ class RawBackend(ABC):
 
     @abstractmethod
     def name_of(self, namespace: str, name: bytes) -> str:
-        """Return the name of a block, which has its key for a name where blocks are plain."""
+        """Return the name of a block that need not be there; where blocks are plain its key is ``name``."""
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -206,9 +207,9 @@ class RoleSuite(ABC):
         finally:
             place.close()
 
-    def held_keys(self) -> set[OffloadKey]:
-        """Return the keys of plain blocks, of whatever namespace."""
-        return {block.key for block in self.list_blocks() if block.key is not None}
+    def held_keys(self) -> list[OffloadKey]:
+        """Return the names of blocks of whatever namespace, which are keys where blocks are plain."""
+        return [OffloadKey(block.name) for block in self.list_blocks() if block.name is not None]
 
     def count_foreign(self) -> int:
         """Return how many names a place has that are not ours."""

@@ -49,7 +49,7 @@ class Encryption(Tenants, Expiry):
         assert plain.load_right([2]) == second.load_right([2]) == {2}
         assert len(self.list_blocks()) == 3
 
-    @needs("encryption", "quotas")
+    @needs("encryption", "quotas", "quotas at once")
     def test_encrypted_blocks_count_for_their_tenants(self, encrypting: dict[str, object]) -> None:
         driver = self.start_tenants({"alice": 4, "bob": None}, more=encrypting)
         assert len(driver.store_of("bob", range(4))) == 4

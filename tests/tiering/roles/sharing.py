@@ -23,10 +23,10 @@ class Sharing(RoleSuite):
                 (driver, driver.submit([number], [number], is_promotion=False)) for driver in (first, second)
             ]
         assert all(driver.wait(job).success for driver, job in jobs)
-        keys = [block.key for block in self.list_blocks()]
+        keys = self.held_keys()
         if "one copy" in self.lacks:
             keys = list(set(keys))
-        assert sorted(key for key in keys if key is not None) == sorted(map(key_of, numbers))
+        assert sorted(keys) == list(map(key_of, numbers))
         if "existed" not in self.lacks:
             assert sum(driver.tier.stats()["stored_blocks"] for driver in (first, second)) == NUM_BLOCKS
         for driver in (second, first):
