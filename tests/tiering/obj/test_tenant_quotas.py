@@ -43,7 +43,7 @@ def start(folder: Path) -> Iterator[StartTenants]:
     drivers: list[TenantDriver] = []
 
     def make(quotas: dict[str, int | None], **own: object) -> TenantDriver:
-        drivers.append(open_tier(folder, quotas, **own))  # type: ignore[arg-type]  # a test's own
+        drivers.append(open_tier(folder, quotas, **own))
         return drivers[-1]
 
     yield make

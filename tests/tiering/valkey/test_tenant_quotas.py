@@ -27,7 +27,7 @@ def open_tier(url: str, sizes: dict[str, int | None], **own: object) -> TenantDr
 
 def block_bytes_in(url: str, **own: object) -> int:
     """Return what a block counts on a server: before 7.2 what it takes in memory, more than its length."""
-    driver = open_tier(url, {"carol": None}, **own)  # type: ignore[arg-type]  # a test's own
+    driver = open_tier(url, {"carol": None}, **own)
     key = key_of_tenant("carol", 999)
     driver.store_keys([key])
     assert driver.tier.shutdown(HANG_GUARD_S)
