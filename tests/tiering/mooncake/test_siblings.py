@@ -1,4 +1,4 @@
-"""What a store says of other namespaces, over a real one and over one that is a dictionary."""
+"""What a store says of other namespaces, over one that is a dictionary; ``test_roles.py`` has a real one."""
 
 import ctypes
 import dataclasses
@@ -7,21 +7,15 @@ import logging
 from contextlib import suppress
 
 import pytest
-from tests.cli.place.conftest import Run, run
-from tests.tiering.mooncake.conftest import StartTier
 from tests.tiering.mooncake.fakes import ScriptedStore, open_store
-from tests.tiering.mooncake.live import LiveStore
 
 from kvtier.errors import TierError
-from kvtier.misses import MissCause
 from kvtier.namespace import Namespace, make_namespace
 from kvtier.testing.clock import ManualClock
-from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, key_of, make_config
+from kvtier.testing.tier_suite import ROW_BYTES, key_of, make_config
 from kvtier.tiering.mooncake.descriptions import DESCRIBE_S, DESCRIPTION_BYTES, DESCRIPTION_NAMES
 from kvtier.tiering.mooncake.errors import Code
 from kvtier.tiering.mooncake.native import ReplicaOptions
-
-__all__ = ["run"]
 
 
 class DictStore(ScriptedStore):
@@ -241,34 +235,3 @@ def test_after_a_reset_no_description_is_made() -> None:
     assert len(native.values) == 1
     store.store(store.open_namespace(A, is_new=False), [key_of(2)], [0])
     assert DESCRIPTION_NAMES[0] in native.values
-
-
-def sibling_of(driver: TierDriver) -> dict[str, str | float] | None:
-    assert not driver.lookup(1)
-    miss = driver.tier.explain(key_of(1), driver.request)
-    return None if miss is None or miss.cause is not MissCause.OTHER_NAMESPACE else dict(miss.detail)
-
-
-@pytest.mark.servers
-def test_engines_of_a_real_store_know_of_each_other(
-    store: LiveStore, start_tier: StartTier, run: Run
-) -> None:
-    where = {"type": "mooncake", "master": store.address, "admin_port": store.admin_port}
-    place = json.dumps(where | {"allow_any_interface": True})
-    assert sibling_of(start_tier(store, "model-c")) is None
-    assert start_tier(store, "model-b").store([1, 2]).success
-    driver = start_tier(store)
-    found = sibling_of(driver)
-    assert found is not None
-    assert found["model.name"] == "model-b (here model-a)"
-    assert driver.store([1]).success
-    assert driver.lookup(1)
-    out = json.loads(run("inspect", place, "--json")[1])
-    names = {one["identity"]["model"]["name"]: one["name"] for one in out["namespaces"]}
-    assert sorted(names) == ["model-a", "model-b"]
-    status, _, _ = run("purge", place, "--namespace", names["model-b"])
-    assert status == 0
-    assert sibling_of(start_tier(store, "model-c")) == {
-        "namespace": names["model-a"][:8],
-        "model.name": "model-a (here model-c)",
-    }
