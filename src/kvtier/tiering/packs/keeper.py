@@ -321,7 +321,7 @@ class Keeper:
                 for other in self._living
                 if other.state.oldest_used_s is not None
             ]
-            if gives(own, tails, want):
+            if gives(own, tails, want, self._wall_clock()):
                 is_same = want.namespace == self._catalog.namespace.name
                 self._catalog.give(oldest[1], is_first_to_go=not is_same)
                 self._granted = {one.process: noted.since_s}
