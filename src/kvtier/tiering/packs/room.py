@@ -25,7 +25,7 @@ RETRY_S = 1.0
 """Seconds between two tries to get a pack in a full directory, each of which lists all packs. Longer lets an engine
 that has just started wait for room; shorter lists more often."""
 
-GIFT_AGE_RATIO = 1.25
+GIFT_AGE_RATIO = 1.6
 GIFT_MARGIN_S = 2.0
 """A pack is given to a process only if one's own oldest block has not been used for so much longer than that process's
 oldest. Less moves packs to and fro between engines that use their blocks alike, and each move loses the order of use of
