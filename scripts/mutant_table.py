@@ -178,8 +178,8 @@ MUTANTS = (
     Mutant(
         "a refused SET counts as done",
         "tiering/valkey/blobs.py",
-        '        if reply.kind != "-":\n            return Put(',
-        "        if reply.kind:\n            return Put(",
+        '        if reply.kind != "-":\n            return WRITTEN',
+        "        if reply.kind:\n            return WRITTEN",
         "tests/tiering/valkey/test_store.py tests/tiering/valkey/test_blobs.py",
     ),
     Mutant(

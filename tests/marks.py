@@ -10,7 +10,15 @@ import pytest
 
 MARKED_FIXTURES: Mapping[str, frozenset[str]] = {
     "servers": frozenset(
-        {"start_server", "cluster", "shared_server", "small_server", "tls_server", "shared_store"}
+        {
+            "start_server",
+            "cluster",
+            "shared_server",
+            "small_server",
+            "tls_server",
+            "shared_store",
+            "cleared_store",
+        }
     ),
     "traces": frozenset({"conversation", "agentic_dev"}),
 }

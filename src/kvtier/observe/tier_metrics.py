@@ -304,12 +304,6 @@ TIER_HEALTH = (
         "Calls that a Mooncake store did not answer.",
         "calls",
     ),
-    counter(
-        "kvtier_tier_unknown_answers",
-        TIER + "unknown_answers",
-        "Answers of a Mooncake store with an unknown code.",
-        "answers",
-    ),
 )
 
 TIER_FAMILIES = TIER_TRAFFIC + TIER_CONTENT + TIER_HEALTH

@@ -135,17 +135,16 @@ class BlobsSuite(ABC):
         (kind, other) = self.put(blobs, 1, 2)
         assert kind is PutKind.EXISTED
         assert other is PutKind.WRITTEN
-        assert (
-            blobs.sizes([self.name(blobs, 1)], renews=False)[self.name(blobs, 1)].num_bytes == VALUE_BYTES - 1
-        )
+        name = self.name(blobs, 1)
+        assert blobs.sizes([name], is_lookup=False)[name].num_bytes == VALUE_BYTES - 1
 
     def test_what_is_absent_is_absent_and_the_others_come(self, blobs: Blobs) -> None:
         self.put(blobs, 1, 3)
         kinds = [got.kind for _, got in self.get(blobs, 1, 2, 3)]
         assert kinds == [GotKind.READ, GotKind.ABSENT, GotKind.READ]
         names = [self.name(blobs, number) for number in (1, 2, 3)]
-        assert blobs.sizes(names, renews=True).keys() == {names[0], names[2]}
-        assert blobs.find(names, renews=True).keys() == {names[0], names[2]}
+        for is_lookup in (True, False):
+            assert blobs.sizes(names, is_lookup=is_lookup).keys() == {names[0], names[2]}
         assert blobs.read_each(names, 10).keys() == {names[0], names[2]}
 
     @pytest.mark.parametrize(
@@ -166,9 +165,9 @@ class BlobsSuite(ABC):
         name, value = self.name(blobs, 1), value_of(1)
         assert bytes(blobs.read_each([name], 100)[name]) == value[:100]
         assert bytes(blobs.read_each([name], 2 * VALUE_BYTES)[name]) == value
-        assert bytes(blobs.read_part(name, 50, 70)) == value[50:120]
-        assert bytes(blobs.read_part(name, VALUE_BYTES - 5, 70)) == value[-5:]
-        assert bytes(blobs.read_part(name, 2 * VALUE_BYTES, 70)) == b""
+        assert bytes(blobs.read_each([name], 70, 50)[name]) == value[50:120]
+        assert bytes(blobs.read_each([name], 70, VALUE_BYTES - 5)[name]) == value[-5:]
+        assert not blobs.read_each([name], 70, 2 * VALUE_BYTES).get(name)
 
     def test_what_is_removed_is_gone_and_may_be_written_again(self, blobs: Blobs) -> None:
         self.put(blobs, 1, 2)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import urllib.request
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,7 +11,13 @@ from tests.servers import MOONCAKE_MISSING
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # read while the library is loaded, by whoever is first
 pytest.importorskip("mooncake.store", reason=MOONCAKE_MISSING, exc_type=ImportError)
 
-from tests.tiering.mooncake.live import HANG_GUARD_S, LiveStore, Vandal  # needs the library itself
+from tests.tiering.mooncake.live import (
+    HANG_GUARD_S,
+    KEPT_CLIENTS,
+    LiveStore,
+    Vandal,
+)  # needs the library itself
+from tests.tiering.roles.bench import RawBackend
 
 from kvtier.config import OffloadingConfig
 from kvtier.namespace import make_namespace
@@ -28,12 +35,77 @@ def salted(config: OffloadingConfig, salt: str) -> OffloadingConfig:
     return dataclasses.replace(config, extra_config={"tenant_salt": salt})
 
 
+class Values(RawBackend):
+    """The values of a store that is the test's alone.
+
+    Args:
+        store: the store.
+    """
+
+    def __init__(self, store: LiveStore) -> None:
+        self._page = f"http://127.0.0.1:{store.admin_port}/get_all_keys"
+        self._vandal = Vandal(store.address)
+
+    def close(self) -> None:
+        """Leave the store."""
+        self._vandal.close()
+
+    def clear(self) -> None:
+        """Remove everything, leased or not."""
+        for name in self.names():
+            self.remove(name)
+
+    def name_of(self, namespace: str, name: bytes) -> str:
+        return f"{namespace}/{name.hex()}"
+
+    def strange_names(self, namespace: str) -> list[str]:
+        return ["notes", f"notes/{namespace}", f"x{namespace}/ab", f"{namespace[:-1]}/ab", f"{namespace}x/ab"]
+
+    def names(self) -> list[str]:
+        with urllib.request.urlopen(self._page, timeout=60.0) as answer:  # noqa: S310  # http
+            found: bytes = answer.read()
+        return [name for name in found.decode().splitlines() if not name.startswith("ready/")]
+
+    def read(self, name: str) -> bytes | None:
+        return self._vandal.get(name) or None
+
+    def write(self, name: str, value: bytes) -> None:
+        self._vandal.put(name, value)
+
+    def remove(self, name: str) -> None:
+        self._vandal.remove(name)
+
+
 @pytest.fixture(scope="session")
 def shared_store() -> Iterator[LiveStore]:
     """A store with two providers that no test harms; its leases are short, so that removals need not wait long."""
     store = LiveStore(num_providers=2, lease_ms=300)
     yield store
     store.close()
+
+
+@pytest.fixture(scope="session")
+def cleared_store() -> Iterator[LiveStore]:
+    """A store that each test of a few modules has for itself, cleared; its leases end nearly at once."""
+    store = LiveStore(lease_ms=50)
+    yield store
+    KEPT_CLIENTS.close(store.address)
+    store.close()
+
+
+@pytest.fixture(scope="session")
+def values_of_all(cleared_store: LiveStore) -> Iterator[Values]:
+    """What it has."""
+    values = Values(cleared_store)
+    yield values
+    values.close()
+
+
+@pytest.fixture
+def values(values_of_all: Values) -> Values:
+    """The same, which is nothing."""
+    values_of_all.clear()
+    return values_of_all
 
 
 @pytest.fixture

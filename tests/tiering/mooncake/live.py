@@ -6,13 +6,25 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import mooncake
 import mooncake.store
 import numpy as np
 from tests.ports import free_port
 from tests.servers import freeze, start_bound
+
+from kvtier.settings import parse_settings
+from kvtier.tiering.kit.backend import Rows
+from kvtier.tiering.mooncake.blobs import MooncakeBlobs
+from kvtier.tiering.mooncake.errors import Code
+from kvtier.tiering.mooncake.native import NativeStore, open_native
+from kvtier.tiering.mooncake.settings import MooncakeSettings
 
 HANG_GUARD_S = 60.0
 SEGMENT_BYTES = 64 * 2**20
@@ -161,12 +173,127 @@ class Vandal:
     def get(self, name: str) -> bytes:
         """Return the value, empty when there is none."""
         address, num_bytes = self._memory.ctypes.data, self._memory.nbytes
-        (length,) = self._store.batch_get_into([name], [address], [num_bytes])
+        length = Code.LEASE_EXPIRED
+        for _ in guarded():
+            (length,) = self._store.batch_get_into([name], [address], [num_bytes])
+            if length != Code.LEASE_EXPIRED:
+                break
         return self._memory[: max(0, length)].tobytes()
+
+    def remove(self, name: str) -> None:
+        """Remove a value, leased or not."""
+        self._store.remove(name, True)
+
+    def outlast_leases(self) -> None:
+        """Block until every lease of now has ended, which a value that is leased last shows."""
+        name = f"ready/leased by {os.getpid()}"
+        self.put(name, b"x")
+        assert self.get(name) == b"x"
+        for _ in guarded():
+            if self._store.remove(name, False) == Code.OK:
+                return
 
     def close(self) -> None:
         """Leave the store."""
         self._store.close()
+
+
+class KeptClient:
+    """A client that a tier takes for its own, and that the next tier gets when this one has left.
+
+    The leases of a test's store are short enough for a busy machine to outlast them: what was read too late is read
+    again, as its bytes alone do not tell a value that is damaged from one that was written over.
+
+    Args:
+        native: the client.
+        free: where it goes.
+    """
+
+    def __init__(self, native: NativeStore, free: list[NativeStore]) -> None:
+        self._native = native
+        self._free = free
+        self._registered: list[int] = []
+
+    def __getattr__(self, name: str) -> object:
+        """Return everything else of the client."""
+        return getattr(self._native, name)
+
+    def register_buffer(self, address: int, num_bytes: int, /) -> int:
+        """Let transfers come from and go to this memory."""
+        self._registered.append(address)
+        return self._native.register_buffer(address, num_bytes)
+
+    def unregister_buffer(self, address: int, /) -> int:
+        """End that."""
+        self._registered.remove(address)
+        return self._native.unregister_buffer(address)
+
+    def batch_get_into_multi_buffers(
+        self, names: list[str], addresses: list[list[int]], lengths: list[list[int]], /
+    ) -> list[int]:
+        """Read values within their leases."""
+        answers: list[int] = []
+        for _ in guarded():
+            answers = self._native.batch_get_into_multi_buffers(names, addresses, lengths)
+            if Code.LEASE_EXPIRED not in answers:
+                break
+        return answers
+
+    def close(self) -> int:
+        """Give the client to whoever opens one next."""
+        for address in list(self._registered):
+            self.unregister_buffer(address)
+        self._free.append(self._native)
+        return Code.OK
+
+
+class KeptClients:
+    """Clients for many tiers, one after another: the library takes a second to let one go.
+
+    Mutable is the vandal that waits. ``_lock`` guards it: a tier's thread and a command may wait at once.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[str, list[NativeStore]] = {}
+        self._waiting: dict[str, Vandal] = {}
+        self._lock = threading.Lock()
+
+    def open(self, settings: MooncakeSettings) -> NativeStore:
+        """Return a client that nobody uses, in place of ``open_native``."""
+        free = self._free.setdefault(settings.master, [])
+        return cast("NativeStore", KeptClient(free.pop() if free else open_native(settings), free))
+
+    def open_blobs(
+        self, own: Mapping[str, object], clock: Callable[[], float] = time.monotonic, rows: Rows | None = None
+    ) -> MooncakeBlobs:
+        """Return a store's values, which wait for the ends of leases instead of for seconds."""
+        settings = parse_settings(MooncakeSettings, own, "a test")
+        pause = partial(self._outlast_leases, settings.master)
+        return MooncakeBlobs(settings, rows, clock, self.open, pause)
+
+    def _outlast_leases(self, master: str, _: float) -> None:
+        with self._lock:
+            if master not in self._waiting:
+                self._waiting[master] = Vandal(master)
+            self._waiting[master].outlast_leases()
+
+    def close(self, master: str) -> None:
+        """Leave a store."""
+        for native in self._free.pop(master, []):
+            native.close()
+        if master in self._waiting:
+            self._waiting.pop(master).close()
+
+
+KEPT_CLIENTS = KeptClients()
+
+
+def guarded() -> Iterator[None]:
+    """Yield until something must have hung."""
+    end_s = time.monotonic() + HANG_GUARD_S
+    while time.monotonic() < end_s:
+        yield
+    raise AssertionError("the store goes on answering that a lease has, or has not, ended")
 
 
 def wait_listening(port: int) -> None:

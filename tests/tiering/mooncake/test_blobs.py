@@ -1,14 +1,12 @@
 """The values of a real store keep the contract of named bytes."""
 
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.tiering.mooncake.conftest import Values
 from tests.tiering.mooncake.fakes import ScriptedStore, make_settings
-from tests.tiering.mooncake.live import LiveStore
+from tests.tiering.mooncake.live import KEPT_CLIENTS, LiveStore
 
-from kvtier.settings import parse_settings
 from kvtier.testing.blobs_suite import NAMESPACE, OTHER_NAMESPACE, VALUE_BYTES, BlobsSuite, value_of
 from kvtier.testing.clock import ManualClock
 from kvtier.tiering.kit.backend import Rows
@@ -17,16 +15,9 @@ from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, Buffer
 from kvtier.tiering.mooncake.blobs import MooncakeBlobs, MooncakeNames
 from kvtier.tiering.mooncake.descriptions import DESCRIPTION_NAMES
 from kvtier.tiering.mooncake.errors import Code
-from kvtier.tiering.mooncake.settings import MooncakeSettings
 
 ROW_BYTES = 4096
 LONG_BYTES = 5 * 2**20
-LEASE_MS = 200
-
-
-def wait_briefly(_: float) -> None:
-    """Wait for a part of a lease, in place of a second."""
-    time.sleep(LEASE_MS / 2000)
 
 
 @pytest.mark.servers
@@ -34,10 +25,9 @@ class TestStore(BlobsSuite):
     """With a provider; what is removed waits for the ends of short leases."""
 
     @pytest.fixture(autouse=True)
-    def _use_store(self) -> Iterator[None]:
-        self.store = LiveStore(lease_ms=LEASE_MS)
-        yield
-        self.store.close()
+    def _use_store(self, cleared_store: LiveStore, values: Values) -> None:
+        del values  # cleared
+        self.store = cleared_store
 
     def open(self, directory: Path) -> MooncakeBlobs:
         own = {
@@ -45,14 +35,14 @@ class TestStore(BlobsSuite):
             "admin_port": self.store.admin_port,
             "allow_any_interface": True,
         }
-        return MooncakeBlobs(parse_settings(MooncakeSettings, own), pause=wait_briefly, waits_for_leases=True)
+        return KEPT_CLIENTS.open_blobs(own)
 
     def test_what_is_there_stays_as_it_is(self, blobs: Blobs) -> None:
         self.put(blobs, 1, num_bytes=VALUE_BYTES - 1)
         # The library says the same of what it finds and of what it writes.
         assert self.put(blobs, 1, 2) == [PutKind.WRITTEN] * 2
         name = self.name(blobs, 1)
-        assert blobs.sizes([name], renews=False)[name].num_bytes == VALUE_BYTES - 1
+        assert blobs.sizes([name], is_lookup=False)[name].num_bytes == VALUE_BYTES - 1
 
     def test_a_long_value_is_written_and_read_as_a_page_is(self, tmp_path: Path) -> None:
         blobs = self.open(tmp_path)
@@ -62,7 +52,7 @@ class TestStore(BlobsSuite):
             PutKind.WRITTEN
         ]
         assert bytes(blobs.read_each([name], 2**26)[name]) == value
-        assert bytes(blobs.read_part(name, LONG_BYTES - 10, 2**20)) == value[-10:]
+        assert bytes(blobs.read_each([name], 2**20, LONG_BYTES - 10)[name]) == value[-10:]
         blobs.close()
 
     def test_a_page_stays_when_the_blocks_of_its_namespace_are_removed(self, tmp_path: Path) -> None:

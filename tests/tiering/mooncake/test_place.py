@@ -1,12 +1,11 @@
 """What a store holds is listed, checked and removed without an engine, and by a living one."""
 
 import json
-from collections.abc import Callable
 
 import pytest
 from tests.cli.place.conftest import Run, run
 from tests.tiering.mooncake.conftest import StartTier, salted
-from tests.tiering.mooncake.live import LiveStore, Vandal
+from tests.tiering.mooncake.live import SEGMENT_BYTES, LiveStore
 from tests.tiering.purged import check_purge
 
 from kvtier.errors import ConfigError, TierError
@@ -14,9 +13,8 @@ from kvtier.namespace import make_namespace
 from kvtier.testing.tier_suite import ROW_BYTES, make_config
 from kvtier.testing.tiering_driver import ROW_BYTES as DRIVEN_ROW_BYTES
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
-from kvtier.tiering.kit.place import BlockState, Place
+from kvtier.tiering.kit.place import Place
 from kvtier.tiering.mooncake import MooncakeTier
-from kvtier.tiering.mooncake.place import open_mooncake_place
 from kvtier.tiering.places import open_place
 
 __all__ = ["run"]
@@ -30,46 +28,19 @@ BLOCK_BYTES = ENVELOPE_BYTES + ROW_BYTES
 def place(shared_store: LiveStore) -> Place:
     """The shared store."""
     own = {"master": shared_store.address, "admin_port": shared_store.admin_port, "allow_any_interface": True}
-    return open_mooncake_place(own)
+    return MooncakeTier.open_place(own)
 
 
 def name_of_model(salt: str, model: str = "model-a") -> str:
     return make_namespace(salted(make_config(model), salt), ROW_BYTES).name
 
 
-def test_blocks_are_listed_by_namespace_with_their_bytes(
-    shared_store: LiveStore, start_tier: StartTier, salt: str, place: Place, vandal: Vandal
+def test_a_place_says_what_blocks_take_and_how_much_memory_is_lent(
+    shared_store: LiveStore, start_tier: StartTier, salt: str, place: Place
 ) -> None:
     start_tier(shared_store).store([1, 2])
-    start_tier(shared_store, "model-b").store([3])
-    a, b = name_of_model(salt), name_of_model(salt, "model-b")
-    assert {a, b} <= {one.name for one in place.namespaces()}
-    blocks = list(place.blocks([a]))
-    assert [(block.namespace, block.num_bytes, block.used_s) for block in blocks] == [
-        (a, BLOCK_BYTES, None)
-    ] * 2
-    summary = place.summary()
-    assert summary.capacity_bytes == 2 * 64 * 2**20
-    place.close()
-
-
-def test_a_damaged_value_is_told_from_whole_ones(
-    shared_store: LiveStore,
-    start_tier: StartTier,
-    salt: str,
-    place: Place,
-    vandal: Vandal,
-    name_of: Callable[[int], str],
-) -> None:
-    start_tier(shared_store).store([1])
-    vandal.put(name_of(2), b"x" * BLOCK_BYTES)
-    states = {block.address: place.check(block) for block in place.blocks([name_of_model(salt)])}
-    assert states == {name_of(1): BlockState.WHOLE, name_of(2): BlockState.DAMAGED}
-    (gone,) = (block for block in place.blocks([name_of_model(salt)]) if block.address == name_of(2))
-    place.begin_removal()
-    assert place.remove([gone], unless_changed=False).num == 1
-    assert place.check(gone) is BlockState.GONE
-    place.end_removal(())
+    assert [block.num_bytes for block in place.blocks([name_of_model(salt)])] == [BLOCK_BYTES] * 2
+    assert place.summary().capacity_bytes == 2 * SEGMENT_BYTES
     place.close()
 
 

@@ -1,4 +1,4 @@
-"""What a store says of other namespaces, over a real one and over one that is a dictionary."""
+"""What a store says of other namespaces, over one that is a dictionary; ``test_roles.py`` has a real one."""
 
 import ctypes
 import dataclasses
@@ -7,21 +7,15 @@ import logging
 from contextlib import suppress
 
 import pytest
-from tests.cli.place.conftest import Run, run
-from tests.tiering.mooncake.conftest import StartTier
 from tests.tiering.mooncake.fakes import ScriptedStore, open_store
-from tests.tiering.mooncake.live import LiveStore
 
 from kvtier.errors import TierError
-from kvtier.misses import MissCause
 from kvtier.namespace import Namespace, make_namespace
 from kvtier.testing.clock import ManualClock
-from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, key_of, make_config
+from kvtier.testing.tier_suite import ROW_BYTES, key_of, make_config
 from kvtier.tiering.mooncake.descriptions import DESCRIBE_S, DESCRIPTION_BYTES, DESCRIPTION_NAMES
 from kvtier.tiering.mooncake.errors import Code
 from kvtier.tiering.mooncake.native import ReplicaOptions
-
-__all__ = ["run"]
 
 
 class DictStore(ScriptedStore):
@@ -64,6 +58,10 @@ class DictStore(ScriptedStore):
     def batch_is_exist(self, names: list[str], /) -> list[int]:
         """Return 1 for what is there, and lease it."""
         return [int(name in self.values) for name in names]
+
+    def get_size(self, name: str, /) -> int:
+        """Return the length of what is there."""
+        return len(self.values[name]) if name in self.values else Code.OBJECT_NOT_FOUND
 
     def batch_remove(self, names: list[str], /) -> list[int]:
         """Remove what is not leased."""
@@ -151,6 +149,25 @@ def test_each_namespace_is_described_once_and_again_when_it_was_evicted() -> Non
     assert {len(value) for value in described(native).values()} == {DESCRIPTION_BYTES}
 
 
+def test_there_is_no_description_before_the_first_blocks() -> None:
+    native = DictStore()
+    engine = Engine(native, A)
+    engine.store.check_reachable()
+    assert not native.values
+    engine.describe()
+    assert len(described(native)) == 1
+
+
+def test_a_description_that_is_gone_is_no_sign_of_lost_blocks() -> None:
+    native = DictStore()
+    engine = Engine(native, A)
+    engine.describe()
+    native.values.clear()
+    engine.clock.advance(DESCRIBE_S)
+    assert not engine.store.restore_description(engine.namespace)
+    assert not described(native)
+
+
 def test_a_full_store_makes_room_for_one_after_a_while() -> None:
     native = DictStore()
     for name, count in zip(DESCRIPTION_NAMES, range(100), strict=False):
@@ -202,7 +219,7 @@ def test_a_hostile_description_costs_its_own_words_only(value: bytes) -> None:
     assert engine.look() is not None
 
 
-@pytest.mark.parametrize("answer", [Code.INTERNAL_ERROR, Code.RPC_FAIL, Code.NO_AVAILABLE_HANDLE, 1])
+@pytest.mark.parametrize("answer", [-1, Code.RPC_FAIL, Code.NO_AVAILABLE_HANDLE, 1])
 def test_a_store_that_answers_nothing_of_use_costs_nothing(answer: int) -> None:
     engine = Engine(ScriptedStore(answer), A)
     assert engine.look() is None
@@ -213,38 +230,8 @@ def test_a_store_that_answers_nothing_of_use_costs_nothing(answer: int) -> None:
 def test_after_a_reset_no_description_is_made() -> None:
     native = DictStore()
     store = Engine(native, A).store
-    store.store(store.open_namespace(A, is_new=True), [key_of(1)], [0])
+    reset = make_namespace(make_config("model-a"), ROW_BYTES, epoch=bytes(15) + b"1")
+    store.store(store.open_namespace(reset, is_new=True), [key_of(1)], [0])
     assert len(native.values) == 1
     store.store(store.open_namespace(A, is_new=False), [key_of(2)], [0])
     assert DESCRIPTION_NAMES[0] in native.values
-
-
-def sibling_of(driver: TierDriver) -> dict[str, str | float] | None:
-    assert not driver.lookup(1)
-    miss = driver.tier.explain(key_of(1), driver.request)
-    return None if miss is None or miss.cause is not MissCause.OTHER_NAMESPACE else dict(miss.detail)
-
-
-@pytest.mark.servers
-def test_engines_of_a_real_store_know_of_each_other(
-    store: LiveStore, start_tier: StartTier, run: Run
-) -> None:
-    where = {"type": "mooncake", "master": store.address, "admin_port": store.admin_port}
-    place = json.dumps(where | {"allow_any_interface": True})
-    assert sibling_of(start_tier(store, "model-c")) is None
-    assert start_tier(store, "model-b").store([1, 2]).success
-    driver = start_tier(store)
-    found = sibling_of(driver)
-    assert found is not None
-    assert found["model.name"] == "model-b (here model-a)"
-    assert driver.store([1]).success
-    assert driver.lookup(1)
-    out = json.loads(run("inspect", place, "--json")[1])
-    names = {one["identity"]["model"]["name"]: one["name"] for one in out["namespaces"]}
-    assert sorted(names) == ["model-a", "model-b"]
-    status, _, _ = run("purge", place, "--namespace", names["model-b"])
-    assert status == 0
-    assert sibling_of(start_tier(store, "model-c")) == {
-        "namespace": names["model-a"][:8],
-        "model.name": "model-a (here model-c)",
-    }

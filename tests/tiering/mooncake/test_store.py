@@ -8,7 +8,7 @@ from kvtier.namespace import make_namespace
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import ROW_BYTES, key_of, make_config
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
-from kvtier.tiering.mooncake.deferred_deletes import LEASE_S
+from kvtier.tiering.mooncake.blobs import LEASE_S
 from kvtier.tiering.mooncake.errors import MASTER_AWAY, Code, name_of
 
 UNKNOWN = -4711
@@ -28,7 +28,8 @@ class Rig:
         self.clock = ManualClock()
         self.store = open_store(self.native, self.clock)
         # That of a reset, which is not described.
-        self.namespace = self.store.open_namespace(make_namespace(make_config(), ROW_BYTES), is_new=True)
+        identity = make_namespace(make_config(), ROW_BYTES, epoch=bytes(15) + b"1")
+        self.namespace = self.store.open_namespace(identity, is_new=True)
         self.keys = [key_of(1), key_of(2)]
 
     def count(self, name: str) -> float:
@@ -71,13 +72,13 @@ def test_a_master_that_is_away_fails_the_whole_call(rig: Rig, code: Code) -> Non
         rig.store.load(rig.namespace, rig.keys, [0, 1])
 
 
-def test_an_unknown_answer_is_a_fault_and_counted(rig: Rig) -> None:
+def test_an_answer_without_a_name_is_a_fault(rig: Rig) -> None:
     rig.native.answer = UNKNOWN
     assert rig.store.store(rig.namespace, rig.keys, [0, 1]).is_fault
     assert rig.store.load(rig.namespace, rig.keys, [0, 1]).is_fault
     assert rig.store.contains_batch(rig.namespace, rig.keys) == []
-    assert rig.count("unknown_answers") == 6
-    assert name_of(UNKNOWN) == "an unknown answer (-4711)"
+    assert (rig.count("store_errors"), rig.count("io_error"), rig.count("lookup_errors")) == (2, 2, 2)
+    assert name_of(UNKNOWN) == "error -4711"
 
 
 def test_a_length_of_another_value_is_no_success(rig: Rig) -> None:

@@ -65,21 +65,19 @@ def plant(folder: Path, *numbers: int) -> Path:
 def read_paths(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the objects that the client reads."""
     paths: list[str] = []
-    real_get, real_part, real_each = ObjBlobs.get_into, ObjBlobs.read_part, ObjBlobs.read_each
+    real_get, real_each = ObjBlobs.get_into, ObjBlobs.read_each
 
     def get_into(blobs: ObjBlobs, targets: Sequence[Target], end_s: float | None) -> list[Got]:
         paths.extend(target.name for target in targets)
         return real_get(blobs, targets, end_s)
 
-    def read_part(blobs: ObjBlobs, name: str, start: int, num_bytes: int) -> memoryview:
-        paths.append(name)
-        return real_part(blobs, name, start, num_bytes)
-
-    def read_each(blobs: ObjBlobs, names: Sequence[str], max_bytes: int) -> dict[str, memoryview]:
+    def read_each(
+        blobs: ObjBlobs, names: Sequence[str], max_bytes: int, start: int = 0
+    ) -> dict[str, memoryview]:
         paths.extend(names)
-        return real_each(blobs, names, max_bytes)
+        return real_each(blobs, names, max_bytes, start)
 
-    for name, call in (("get_into", get_into), ("read_part", read_part), ("read_each", read_each)):
+    for name, call in (("get_into", get_into), ("read_each", read_each)):
         monkeypatch.setattr(ObjBlobs, name, call)
     return paths
 

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.base import ReqContext
 from kvtier.errors import ConfigError
-from kvtier.misses import MissCause
-from kvtier.testing.tier_suite import TierDriver, key_of, make_config, make_rows
+from kvtier.testing.tier_suite import TierDriver, make_config, make_rows
 from kvtier.tiering.kit.blobs import evictor
 from kvtier.tiering.obj import ObjTier
 
@@ -49,21 +47,6 @@ def set_ages(folder: Path, age_s: float) -> None:
     then_s = time.time() - age_s
     for path in block_files(folder):
         os.utime(path, (then_s, then_s))
-
-
-def test_an_object_is_a_miss_when_its_time_is_over(start: Start, folder: Path) -> None:
-    assert start().store([1, 2]).success
-    set_ages(folder, TTL_S / 2)
-    driver = start(ttl_s=TTL_S)
-    assert driver.lookup(1)
-    assert driver.load([1]).success
-    set_ages(folder, 2 * TTL_S)
-    assert not driver.load([1]).success
-    other = start(ttl_s=TTL_S)
-    assert not other.lookup(2)
-    miss = other.tier.explain(key_of(2), ReqContext("r"))
-    assert miss is not None
-    assert miss.cause is MissCause.EXPIRED
 
 
 @pytest.mark.parametrize("age_s", [-1e7, 1e8])

@@ -1,6 +1,6 @@
 """The objects of the obj tier, seen, checked and emptied without an engine, on a real server and in a directory."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -107,15 +107,17 @@ def test_a_file_of_holes_whose_header_says_its_length_is_damaged_and_not_read(
     place, block = stored
     path = tmp_path / "store" / block.address
     forge_header(str(path), ENVELOPE_BYTES, num_bytes, is_encrypted=is_encrypted)
-    real_read, num_read = ObjBlobs.read_part, 0
+    real_read, num_read = ObjBlobs.read_each, 0
 
-    def read_part(blobs: ObjBlobs, name: str, start: int, length: int) -> memoryview:
+    def read_each(
+        blobs: ObjBlobs, names: Sequence[str], length: int, start: int = 0
+    ) -> dict[str, memoryview]:
         nonlocal num_read
         num_read += length
         assert num_read <= 2 * ENVELOPE_BYTES, "the file is read"
-        return real_read(blobs, name, start, length)
+        return real_read(blobs, names, length, start)
 
-    monkeypatch.setattr(ObjBlobs, "read_part", read_part)
+    monkeypatch.setattr(ObjBlobs, "read_each", read_each)
     assert place.check(block) is BlockState.DAMAGED
 
 

@@ -39,6 +39,9 @@ class Objects(RawBackend):
         own = f"{self._prefix}/{namespace}"
         return [
             f"{self._prefix}/notes.txt",
+            f"{own}/notes.txt",
+            f"{own}/groups/notes.kvg",
+            f"{own}/ab/cdef.kv",
             f"{self._prefix}/other/{namespace}/ab/abcdef.kv",
             f"{own[:-1]}/ab/abcdef.kv",
             f"{own}x/ab/abcdef.kv",

@@ -7,24 +7,17 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.tiering.encrypted_suite import encrypted
-from tests.tiering.obj.conftest import s3_options
-from tests.tiering.obj.server import S3Server
 from tests.tiering.tenant_driver import NAMES, TenantDriver, config_of_tenants, count_by_name, key_of_tenant
 
 from kvtier.base import OffloadKey
 from kvtier.errors import ConfigError
 from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, make_config, make_rows
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
-from kvtier.tiering.kit.key_ring import add_entry, make_ring, write_ring
 from kvtier.tiering.obj import ObjTier
 
 HANG_GUARD_S = 60.0
 BLOCK_BYTES = ENVELOPE_BYTES + ROW_BYTES
 CAPACITY_BLOCKS = 64
-MARK_BLOCKS = 56
-"""What a pass leaves."""
-
 TTL_S = 86_400
 
 StartTenants = Callable[..., TenantDriver]
@@ -35,15 +28,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "bucket"
 
 
-def open_tier(
-    folder: Path, quotas: dict[str, int | None], ring: Path | None = None, **own: object
-) -> TenantDriver:
+def open_tier(folder: Path, quotas: dict[str, int | None], **own: object) -> TenantDriver:
     """Return a tier on a folder with quotas in blocks, and what drives it."""
     sizes = {name: None if num is None else num * BLOCK_BYTES for name, num in quotas.items()}
     config = config_of_tenants("obj", sizes, make_config("m"))
     rows = make_rows()
     options = {"url": f"file://{folder}"} | own
-    tier = ObjTier(config if ring is None else encrypted(config, ring), rows, **options)  # type: ignore[arg-type]  # a test's own
+    tier = ObjTier(config, rows, **options)  # type: ignore[arg-type]  # a test's own
     return TenantDriver(tier, rows)
 
 
@@ -52,7 +43,7 @@ def start(folder: Path) -> Iterator[StartTenants]:
     drivers: list[TenantDriver] = []
 
     def make(quotas: dict[str, int | None], **own: object) -> TenantDriver:
-        drivers.append(open_tier(folder, quotas, **own))  # type: ignore[arg-type]  # a test's own
+        drivers.append(open_tier(folder, quotas, **own))
         return drivers[-1]
 
     yield make
@@ -74,11 +65,6 @@ def make_old(folder: Path, name: str, number: int, age_s: float) -> None:
 def counts_of(driver: TenantDriver, *names: str) -> dict[str, float]:
     """Return what a pass finds at rest; before, what was written while another was read may count twice."""
     driver.tier._block_store._evictor._run_pass()  # type: ignore[attr-defined]  # an obj tier's
-    return known_counts_of(driver, *names)
-
-
-def known_counts_of(driver: TenantDriver, *names: str) -> dict[str, float]:
-    """Return what the tier knows from its own passes."""
     stats = driver.tier.stats()
     return {name: stats[f"tenant_blocks.{name}"] for name in names}
 
@@ -88,20 +74,6 @@ def fill(driver: TenantDriver, name: str, numbers: range) -> None:
     for begin in range(numbers.start, numbers.stop, 4):
         part = range(begin, min(begin + 4, numbers.stop))
         driver.poll_until(lambda part=part: len(driver.store_of(name, part)) == len(part))  # type: ignore[misc]  # a default
-
-
-def test_without_a_capacity_the_quota_is_the_bound(start: StartTenants, folder: Path) -> None:
-    start({"alice": None, "bob": None}).store_of("alice", range(8))
-    for number in (1, 3, 5, 7):
-        make_old(folder, "alice", number, 1000)
-    driver = start({"alice": 4, "bob": None})
-    driver.store_of("bob", range(8))
-    driver.poll_until(lambda: count_by_name(set(paths_in(folder))) == {"alice": 4, "bob": 8})
-    assert {key_of_tenant("alice", number) for number in (0, 2, 4, 6)} <= paths_in(folder).keys()
-    driver.poll_until(lambda: counts_of(driver, "alice", "bob") == {"alice": 4, "bob": 8})
-    for first in range(8, 40, 4):
-        assert len(driver.store_of("alice", range(first, first + 4))) == 4
-    driver.poll_until(lambda: count_by_name(set(paths_in(folder))) == {"alice": 4, "bob": 8})
 
 
 def test_what_leaves_because_its_time_is_over_leaves_for_the_quota_too(
@@ -115,15 +87,6 @@ def test_what_leaves_because_its_time_is_over_leaves_for_the_quota_too(
     driver = start({"alice": 4, "bob": None}, ttl_s=TTL_S)
     driver.tier._block_store._evictor._run_pass()  # type: ignore[attr-defined]  # an obj tier's
     assert paths_in(folder).keys() == {key_of_tenant("alice", number) for number in (0, 2, 3, 5)}
-
-
-def test_engines_keep_one_quota_together(start: StartTenants, folder: Path) -> None:
-    quotas: dict[str, int | None] = {"alice": 5, "*": 3}
-    drivers = [start(quotas) for _ in range(3)]
-    for index, driver in enumerate(drivers):
-        driver.store_of("alice", range(4 * index, 4 * index + 4))
-        driver.store_of("bob", [index])
-    drivers[-1].poll_until(lambda: count_by_name(set(paths_in(folder))) == {"alice": 5, "bob": 3})
 
 
 def test_with_a_capacity_a_tenant_may_take_all_room_while_there_is_some(
@@ -150,33 +113,9 @@ def test_with_a_capacity_who_is_beyond_his_quota_gives_first(start: StartTenants
     assert counts_of(driver, *NAMES) == {name: held.get(name, 0) for name in NAMES}
 
 
-def test_encrypted_blocks_count_in_the_engines_own_namespace(
-    start: StartTenants, folder: Path, tmp_path: Path
-) -> None:
-    ring = tmp_path / "ring.json"
-    write_ring(ring, add_entry(make_ring(), None, 1.0))
-    driver = start({"alice": 4, "bob": None}, ring=ring)
-    driver.store_of("bob", range(4))
-    driver.store_of("alice", range(8))
-    driver.poll_until(lambda: len(paths_in(folder)) == 8)
-    driver.poll_until(lambda: counts_of(driver, "alice", "bob") == {"alice": 4, "bob": 4})
-
-
 def test_where_quotas_cannot_be_kept_they_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"quota_bytes.*where nothing can be listed"):
         ObjTier(config_of_tenants("obj", {"alice": 2**20}), make_rows(), url="https://host/x")
-
-
-def test_a_real_store_keeps_them(server: S3Server, prefix: str, folder: Path) -> None:
-    driver = open_tier(folder, {"alice": 4, "bob": None}, **s3_options(server, prefix))  # type: ignore[arg-type]  # a test's own
-    try:
-        driver.store_of("bob", range(8))
-        driver.store_of("alice", range(8))
-        # A pass of the test beside the tier's own could delete other objects: a store tells ages in seconds.
-        driver.poll_until(lambda: known_counts_of(driver, "alice", "bob") == {"alice": 4, "bob": 8})
-        driver.poll_until(lambda: driver.tier.stats()["evicted"] == 4)
-    finally:
-        assert driver.tier.shutdown(HANG_GUARD_S)
 
 
 QUOTAS = st.fixed_dictionaries({name: st.none() | st.integers(1, 40) for name in NAMES})

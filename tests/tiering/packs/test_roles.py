@@ -106,12 +106,14 @@ class TestPacks(EveryRole):
     lacks: ClassVar = {
         "empty values": ONE_LENGTH,
         "lengths": ONE_LENGTH,
-        "longer values": ONE_LENGTH,
+        "other lengths": ONE_LENGTH,
+        "untouched slots": "blocks are read into their slots and checked there",
+        "whole removals": "an engine that lives keeps its emptied packs",
         "foreign values": "what is in an own slot and is none of ours was put there by force, and goes",
         "small jobs": "small jobs of a step are one call, which may have more blocks than a tiny tier has slots",
         "one copy": "two engines that store a block within a tenth of a second store it twice",
         "quotas of all models": "a quota counts the blocks of one namespace",
-        "an age of a block's own": "engines alone tell when a block was used",
+        "single ages": "engines alone tell when a block was used",
         "emptied": "a pack that is gone is noticed by itself",
     }
     small: ClassVar = {"num_slots": NUM_PACK_SLOTS}

@@ -164,11 +164,23 @@ def test_a_use_by_another_engine_keeps_a_block(start_tier: StartTier) -> None:
     fill(first, 0, NUM_FULL)
     keep(first, second)
     assert second.load_right([0, 1]) == {0, 1}
+    second.tier.touch([key_of(0), key_of(1)], second.request)
     keep(second, first)
     fill(first, 100, NUM_PACK_SLOTS)
     found = held(first, range(NUM_FULL))
     assert {0, 1} <= found
     assert 2 not in found
+
+
+def test_of_what_another_engine_uses_the_first_block_is_the_last_to_leave(start_tier: StartTier) -> None:
+    first, second = start_tier(**FULL), start_tier(**FULL)
+    fill(first, 0, NUM_FULL)
+    keep(first, second)
+    second.tier.touch([key_of(number) for number in range(NUM_FULL)], second.request)
+    keep(second, first)
+    fill(first, 100, 4)
+    left = held(first, range(NUM_FULL))
+    assert left == set(range(len(left)))
 
 
 def test_packs_of_an_engine_that_has_ended_are_adopted_and_its_oldest_blocks_leave_first(

@@ -1,8 +1,15 @@
 """What the roles of a tier are tested on: tiers that it builds, and its backend, read and changed past them.
 
-A role is a class of cases in a module of this folder; ``every_role.EveryRole`` is all of them. A tier's
-``test_roles.py`` inherits that, builds tiers and gives a ``RawBackend``. What a tier cannot do it says in ``lacks``,
-with the reason: the cases that need it are not collected, and those that say how it is refused are.
+A role is a class of cases in a module of this folder; ``every_role.EveryRole`` is all of them. A new tier's
+``test_roles.py`` inherits that and supplies:
+
+- ``tier_class``, and ``own_settings``: all tiers and places of one test have the same backend, which begins empty;
+- ``get_backend``: a ``RawBackend``, which knows where the backend keeps a block's envelope and row. The backend may be
+  a server, a folder of files with a block each, or slots in a file: a name is whatever finds a block there again;
+- ``lacks``: what the tier cannot do, by one of ``ABILITIES``, with the reason. The cases that need it are not
+  collected, and those that say how it is refused are;
+- ``small``, where it says what it evicts; ``renews`` and ``no_ttl``, where blocks expire; its own way for
+  ``pass_time``, where the tier keeps times by a clock of the test and not in the backend.
 """
 
 from abc import ABC, abstractmethod
@@ -17,13 +24,44 @@ from kvtier.base import OffloadKey
 from kvtier.config import OffloadingConfig
 from kvtier.namespace import make_namespace
 from kvtier.testing.clock import ManualClock
-from kvtier.testing.tier_driver import HANG_GUARD_S, ROW_BYTES, key_of, make_config, make_rows
-from kvtier.tiering.base import NO_SETTINGS, SecondaryTierManager, TierSettings
+from kvtier.testing.tier_driver import HANG_GUARD_S, ROW_BYTES, TierDriver, key_of, make_config, make_rows
+from kvtier.tiering.base import NO_SETTINGS, PurgeOutcome, SecondaryTierManager, TierSettings
 from kvtier.tiering.kit.place import PlaceBlock
 
 Case = TypeVar("Case", bound=Callable[..., None])
 
 MODELS = ("model-a", "model-b", "model-c")
+
+ABILITIES = {
+    "raw": "the test can read and change what the backend holds",
+    "sharing": "several tiers share a backend",
+    "one copy": "a block is there once, whoever stores it",
+    "existed": "a store tells what it finds from what it writes",
+    "removals": "the test can remove single blocks past the tier, which are then absent and not damaged",
+    "emptied": "the tier finds out that its backend was emptied",
+    "siblings": "a miss names another namespace that has the block",
+    "a line": "an empty namespace next to a full one is said at the start",
+    "counts": "that line says how many blocks the other one has",
+    "documents": "descriptions of namespaces are kept under names of their own",
+    "untouched slots": "a load that fails leaves its slot as it was",
+    "removal at once": "a damaged block is removed before its load is reported",
+    "whole removals": "a namespace that was removed is gone, although an engine that uses it lives",
+    "foreign values": "a value of another version stays where it is",
+    "other lengths": "a value in the backend may have another length than a block",
+    "empty values": "and may be empty",
+    "lengths": "a lookup finds out that a value has another length",
+    "encryption": "the tier can encrypt",
+    "quotas": "the tier keeps the quotas of tenants",
+    "quotas at once": "and while it has room too",
+    "quotas of all models": "and over the blocks of all models together",
+    "expiry": "blocks have a time to live",
+    "remains": "an engine can tell that a block of another one was there and is over",
+    "ages": "the test can let time pass for what is stored",
+    "single ages": "and for one block alone",
+    "evictions": "the tier says which blocks it has evicted",
+    "small jobs": "and each small job is stored by itself",
+}
+"""What a tier may lack."""
 
 
 def needs(*abilities: str) -> Callable[[Case], Case]:
@@ -42,11 +80,14 @@ def _note(case: Case, name: str, value: object) -> Case:
 
 
 class RawBackend(ABC):
-    """What a backend holds under names. Only names of one test are seen, which begins with none."""
+    """What a backend holds under names. Only names of one test are seen, which begins with none.
+
+    What stands under a block's name is its envelope and its row, without what else a backend keeps around them.
+    """
 
     @abstractmethod
     def name_of(self, namespace: str, name: bytes) -> str:
-        """Return the name of a block, which has its key for a name where blocks are plain."""
+        """Return the name of a block that need not be there; where blocks are plain its key is ``name``."""
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -63,6 +104,15 @@ class RawBackend(ABC):
     @abstractmethod
     def remove(self, name: str) -> None:
         """Remove what is there."""
+
+    def clear(self) -> None:
+        """Remove everything."""
+        for name in self.names():
+            self.remove(name)
+
+    def dump(self) -> bytes:
+        """Return everything that is kept anywhere, names too."""
+        return b"\0".join(part for name in self.names() for part in (name.encode(), self.read(name) or b""))
 
     @abstractmethod
     def strange_names(self, namespace: str) -> list[str]:
@@ -93,6 +143,7 @@ class RoleSuite(ABC):
     def __init_subclass__(cls) -> None:
         if not cls.__name__.startswith("Test"):
             return
+        assert cls.lacks.keys() <= ABILITIES.keys(), "each ability is explained"
         for name in dir(cls):
             case = getattr(cls, name, None)
             missing = getattr(case, "missing_ability", None)
@@ -160,9 +211,18 @@ class RoleSuite(ABC):
         finally:
             place.close()
 
-    def held_keys(self) -> set[OffloadKey]:
-        """Return the keys of plain blocks, of whatever namespace."""
-        return {block.key for block in self.list_blocks() if block.key is not None}
+    def held_keys(self) -> list[OffloadKey]:
+        """Return the names of blocks of whatever namespace, which are keys where blocks are plain."""
+        return [OffloadKey(block.name) for block in self.list_blocks() if block.name is not None]
+
+    def count_foreign(self) -> int:
+        """Return how many names a place has that are not ours."""
+        place = self.tier_class.open_place(self.own_settings())
+        try:
+            list(place.blocks())
+            return place.summary().foreign.num
+        finally:
+            place.close()
 
     def remove_blocks(self, *numbers: int) -> None:
         """Remove blocks of the first model past the tier."""
@@ -179,3 +239,17 @@ class RoleSuite(ABC):
         finally:
             place.close()
         return removed.num
+
+
+def purge(driver: TierDriver) -> PurgeOutcome:
+    """Let a tier drop what its engine has; return how that ended."""
+    outcome = driver.tier.purge()
+    ended = [] if outcome is None else [outcome]
+
+    def poll() -> bool:
+        if not ended and isinstance(progress := driver.tier.poll_purge(), PurgeOutcome):
+            ended.append(progress)
+        return bool(ended)
+
+    driver.poll_until(poll)
+    return ended[0]

@@ -72,7 +72,7 @@ class Events(RoleSuite):
         engine.settle(HANG_GUARD_S)
         assert {1, 2, 3, 4} <= mirror.read()
 
-    @needs("raw")
+    @needs("raw", "removals")
     def test_a_block_that_a_request_finds_missing_is_withdrawn(self) -> None:
         engine, mirror = self.start_engine()
         engine.store([1, 2])
@@ -164,9 +164,7 @@ class Events(RoleSuite):
         assert driver.store(list(range(8))).success
         self.clock.advance(LOOK_AGAIN_S)
         assert not driver.tier.drain_emptied()
-        backend = self.get_backend()
-        for name in backend.names():
-            backend.remove(name)
+        self.get_backend().clear()
         assert driver.load_right([1]) == set()
         driver.poll_until(driver.tier.drain_emptied)
         assert driver.store([1, 2]).success
@@ -174,7 +172,7 @@ class Events(RoleSuite):
         assert driver.load_right([1, 2, 3]) == {1, 2}
         assert not driver.tier.drain_emptied()
 
-    @needs("emptied")
+    @needs("emptied", "removals")
     def test_a_block_that_is_missing_alone_empties_no_backend(self) -> None:
         driver = self.start(settings=TELLING, clock=self.clock)
         assert driver.store(list(range(8))).success

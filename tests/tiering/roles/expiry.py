@@ -67,6 +67,21 @@ class Expiry(RoleSuite):
         assert not driver.lookup(1)
         assert driver.load_right([2, 1]) == set()
 
+    @needs("expiry", "ages", "remains")
+    def test_a_block_of_an_engine_without_a_time_to_live_is_over_for_one_that_has_one(self) -> None:
+        assert self.start(clock=self.clock).store([1, 2]).success
+        self.pass_time(TTL_S / 2)
+        driver = self.start(ttl_s=TTL_S, clock=self.clock)
+        assert driver.lookup(1)
+        assert driver.load_right([1]) == {1}
+        self.pass_time(2 * TTL_S)
+        assert driver.load_right([1]) == set()
+        other = self.start(ttl_s=TTL_S, clock=self.clock)
+        assert not other.lookup(2)
+        miss = other.tier.explain(key_of(2), other.request)
+        assert miss is not None
+        assert miss.cause is MissCause.EXPIRED
+
     @needs("expiry", "ages")
     def test_what_is_over_is_stored_again_and_lives_again(self) -> None:
         writer, driver = (self.start(ttl_s=TTL_S, clock=self.clock) for _ in range(2))

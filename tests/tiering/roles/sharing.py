@@ -1,7 +1,7 @@
 """Engines that share a backend and never talk. That one finds what another has stored is in ``ServerTierSuite``."""
 
 import numpy as np
-from tests.tiering.roles.bench import MODELS, RoleSuite, needs
+from tests.tiering.roles.bench import MODELS, RoleSuite, needs, purge
 
 from kvtier.testing.tier_driver import NUM_ROWS, content_of, key_of
 
@@ -23,12 +23,16 @@ class Sharing(RoleSuite):
                 (driver, driver.submit([number], [number], is_promotion=False)) for driver in (first, second)
             ]
         assert all(driver.wait(job).success for driver, job in jobs)
-        keys = [block.key for block in self.list_blocks()]
-        assert sorted(key for key in keys if key is not None) == sorted(map(key_of, numbers))
+        keys = self.held_keys()
+        if "one copy" in self.lacks:
+            keys = list(set(keys))
+        assert sorted(keys) == list(map(key_of, numbers))
+        if "existed" not in self.lacks:
+            assert sum(driver.tier.stats()["stored_blocks"] for driver in (first, second)) == NUM_BLOCKS
         for driver in (second, first):
             assert driver.load_right(numbers) == set(numbers)
 
-    @needs("sharing")
+    @needs("sharing", "one copy")
     def test_a_block_that_another_engine_has_stored_is_not_written_again(self) -> None:
         first, second = self.start(), self.start()
         assert first.store([1, 2]).success
@@ -39,7 +43,7 @@ class Sharing(RoleSuite):
         assert self.get_backend().read(self.name_of(1)) == before
         assert second.load_right([1]) == first.load_right([1]) == {1}
 
-    @needs("sharing")
+    @needs("sharing", "removals")
     def test_a_block_that_another_removes_after_the_lookup_fails_alone(self) -> None:
         first, second = self.start(), self.start()
         assert first.store([1, 2]).success
@@ -50,6 +54,7 @@ class Sharing(RoleSuite):
         assert (result.success, result.is_fault) == (False, False)
         assert result.successful_keys == frozenset({key_of(1)})
         assert second.tier.stats()["absent"] == 1
+        assert not second.lookup(2)
         assert second.store([2]).success
         assert first.load_right([2, 1]) == {1, 2}
 
@@ -57,12 +62,25 @@ class Sharing(RoleSuite):
     def test_models_keep_their_own_bytes_under_one_key(self) -> None:
         drivers = {model: self.start(model) for model in MODELS}
         for offset, driver in enumerate(drivers.values()):
+            assert not driver.lookup(1)
             driver.rows[0] = content_of(100 + offset)
             assert driver.wait(driver.submit([1], [0], is_promotion=False)).success
-        assert len(self.list_blocks()) == len(MODELS)
+        blocks = self.list_blocks()
+        assert sorted(block.namespace for block in blocks) == sorted(map(self.namespace_of, MODELS))
+        assert len({block.address for block in blocks}) == len(MODELS)
         for offset, driver in enumerate(drivers.values()):
             assert driver.load([1]).success
             assert np.array_equal(driver.rows[0], content_of(100 + offset))
+
+    @needs("sharing")
+    def test_a_purge_by_an_engine_leaves_other_models_their_blocks(self) -> None:
+        first, second = self.start(), self.start("model-b")
+        assert first.store([1, 2]).success
+        assert second.store([1, 2, 3]).success
+        assert purge(first).num_blocks == 2
+        assert {block.namespace for block in self.list_blocks()} == {self.namespace_of("model-b")}
+        assert second.load_right([1, 2, 3]) == {1, 2, 3}
+        assert first.load_right([1, 2]) == set()
 
     @needs("sharing")
     def test_a_purge_of_one_model_leaves_the_others(self) -> None:

@@ -105,7 +105,7 @@ def test_a_value_that_is_too_long_is_refused_alone(limited: LiveServer, num_byte
         puts = own.put_new([blob_of(number, length) for number, length in enumerate(lengths)], None)
         refusal = Put(PutKind.REFUSED, LONG_WORDS)
         assert puts == [Put(PutKind.WRITTEN) if length == SHORT_BYTES else refusal for length in lengths]
-        assert own.sizes([blob_of(4, SHORT_BYTES).name], renews=False)
+        assert own.sizes([blob_of(4, SHORT_BYTES).name], is_lookup=False)
     finally:
         own.close()
 

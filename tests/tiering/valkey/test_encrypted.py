@@ -8,7 +8,6 @@ from tests.tiering.valkey.live import LiveServer
 
 from kvtier.base import OffloadKey
 from kvtier.config import OffloadingConfig
-from kvtier.testing.tier_suite import TierDriver, key_of
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.valkey import ValkeyTier
 from kvtier.tiering.valkey.blobs import ValkeyNames
@@ -38,13 +37,6 @@ class TestServer(EncryptedSuite):
         assert isinstance(tier, ValkeyTier)
         with self.server.client() as client:
             client.set(_name_of(tier, key), value)
-
-    def test_no_name_on_the_server_has_a_key(self, driver: TierDriver) -> None:
-        driver.store([1, 2])
-        with self.server.client() as client:
-            names = list(client.scan_iter())
-        assert len(names) >= 3
-        assert not any(key_of(number).hex().encode() in name for name in names for number in (1, 2))
 
 
 def _name_of(tier: ValkeyTier, key: OffloadKey) -> str:

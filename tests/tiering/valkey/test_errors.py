@@ -10,7 +10,7 @@ import pytest
 import redis.exceptions
 
 from kvtier.tiering.valkey.endpoint import Address
-from kvtier.tiering.valkey.errors import refused, unreachable
+from kvtier.tiering.valkey.errors import HandshakeRefusedError, refused, unreachable
 from kvtier.tiering.valkey.resp import ReplyReader, read_reply, send_all
 
 ADDRESS = Address("host", 6379)
@@ -19,10 +19,7 @@ ADDRESS = Address("host", 6379)
 @pytest.mark.parametrize(
     ("error", "remedy"),
     [
-        (redis.exceptions.AuthenticationError("invalid sesame"), "WRONGPASS"),
-        (redis.exceptions.AuthenticationError("Authentication required."), "NOAUTH"),
-        (redis.exceptions.NoPermissionError("eve sesame"), "NOPERM"),
-        (redis.exceptions.BusyLoadingError("sesame"), "LOADING"),
+        (HandshakeRefusedError("NOPERM"), "NOPERM"),
         (redis.exceptions.TimeoutError("sesame"), "within timeout_s"),
         (ssl.SSLError(1, "sesame"), "TLS fails"),
         (ConnectionRefusedError(errno.ECONNREFUSED, "sesame"), "Connection refused"),

@@ -8,6 +8,7 @@ from tests.tiering.roles.every_role import EveryRole
 from tests.tiering.valkey.live import LiveServer
 
 from kvtier.tiering.valkey import ValkeyTier
+from kvtier.tiering.valkey.blobs import LIST_NAME
 
 
 class Values(RawBackend):
@@ -74,7 +75,11 @@ class TestServer(EveryRole):
     """As configured by a user who names the server only."""
 
     tier_class = ValkeyTier
-    lacks: ClassVar = {"evictions": "a server evicts by itself and names no block"}
+    lacks: ClassVar = {
+        "evictions": "a server evicts by itself and names no block",
+        "untouched slots": "bytes are checked where they land, in the slot",
+        "remains": "a server removes what is over, and no engine sees that it was there",
+    }
     renews = True
     no_ttl = 0
 
@@ -87,3 +92,8 @@ class TestServer(EveryRole):
 
     def get_backend(self) -> Values:
         return Values(self.server)
+
+    def test_a_namespace_that_was_removed_is_named_no_more(self) -> None:
+        super().test_a_namespace_that_was_removed_is_named_no_more()
+        with self.server.client() as client:
+            assert client.zrange(LIST_NAME, 0, -1) == [self.namespace_of().encode()]

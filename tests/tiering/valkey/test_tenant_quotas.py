@@ -1,10 +1,8 @@
-"""Tenants beyond their quotas on a server lose their own blocks that were used longest ago, whoever stored them."""
+"""Quotas over several nodes, without the right to list, and through an outage. The others are in ``test_roles.py``."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
-from tests.tiering.encrypted_suite import encrypted
 from tests.tiering.tenant_driver import TenantDriver, config_of_tenants, count_by_name, key_of_tenant
 from tests.tiering.valkey.conftest import StartServer
 from tests.tiering.valkey.live import HANG_GUARD_S, LiveServer
@@ -13,26 +11,23 @@ from tests.tiering.valkey.live_cluster import LiveCluster
 from kvtier.base import OffloadKey
 from kvtier.errors import TierError
 from kvtier.testing.tier_suite import make_config, make_rows
-from kvtier.tiering.kit.key_ring import add_entry, make_ring, write_ring
 from kvtier.tiering.valkey import ValkeyTier
 from kvtier.tiering.valkey.blobs import ValkeyNames
 
 StartTenants = Callable[..., TenantDriver]
 
 
-def open_tier(
-    url: str, sizes: dict[str, int | None], model: str = "model-a", ring: Path | None = None, **own: object
-) -> TenantDriver:
+def open_tier(url: str, sizes: dict[str, int | None], **own: object) -> TenantDriver:
     """Return a tier with quotas in bytes, and what drives it."""
-    config = config_of_tenants("valkey", sizes, make_config(model))
+    config = config_of_tenants("valkey", sizes, make_config("model-a"))
     rows = make_rows()
-    tier = ValkeyTier(config if ring is None else encrypted(config, ring), rows, url=url, **own)  # type: ignore[arg-type]  # a test's own
+    tier = ValkeyTier(config, rows, url=url, **own)  # type: ignore[arg-type]  # a test's own
     return TenantDriver(tier, rows)
 
 
 def block_bytes_in(url: str, **own: object) -> int:
     """Return what a block counts on a server: before 7.2 what it takes in memory, more than its length."""
-    driver = open_tier(url, {"carol": None}, **own)  # type: ignore[arg-type]  # a test's own
+    driver = open_tier(url, {"carol": None}, **own)
     key = key_of_tenant("carol", 999)
     driver.store_keys([key])
     assert driver.tier.shutdown(HANG_GUARD_S)
@@ -50,20 +45,14 @@ def start() -> Iterator[StartTenants]:
     """Build tiers with quotas in blocks."""
     drivers: list[TenantDriver] = []
 
-    def make(
-        url: str,
-        quotas: dict[str, int | None],
-        model: str = "model-a",
-        ring: Path | None = None,
-        **own: object,
-    ) -> TenantDriver:
+    def make(url: str, quotas: dict[str, int | None], **own: object) -> TenantDriver:
         block_bytes = block_bytes_in(url, **own) if any(quotas.values()) else 0
         # A little more: where memory counts, a value that was restored takes less than one that was stored.
         sizes = {
             name: None if num is None else num * block_bytes + block_bytes // 4
             for name, num in quotas.items()
         }
-        drivers.append(open_tier(url, sizes, model, ring, **own))
+        drivers.append(open_tier(url, sizes, **own))
         return drivers[-1]
 
     yield make
@@ -78,75 +67,11 @@ def held_in(server: LiveServer) -> set[OffloadKey]:
     return {OffloadKey(found.block) for found in names if found is not None and found.block}
 
 
-def make_old(server: LiveServer, name: str, number: int, idle_s: int) -> None:
-    """Have the server believe that nobody has used a block for so long."""
-    with server.client() as client:
-        (full,) = client.keys(f"*{key_of_tenant(name, number).hex()}*")
-        client.restore(full, 0, client.dump(full), replace=True, idletime=idle_s)
-
-
 def counts_of(driver: TenantDriver, *names: str) -> dict[str, float]:
     """Return what a pass finds at rest; before, what was written while another was read may count twice."""
     driver.tier._block_store._evictor._run_pass()  # type: ignore[attr-defined]  # a valkey tier's
     stats = driver.tier.stats()
     return {name: stats[f"tenant_blocks.{name}"] for name in names}
-
-
-def test_a_tenant_beyond_its_quota_loses_its_own_oldest_blocks(
-    shared_server: LiveServer, start: StartTenants
-) -> None:
-    url = shared_server.url
-    start(url, {"alice": None, "bob": None}).store_of("alice", range(8))
-    for number in (1, 3, 5, 7):
-        make_old(shared_server, "alice", number, 1000 + number)
-    driver = start(url, {"alice": 4, "bob": None})
-    driver.store_of("bob", range(8))
-    driver.poll_until(lambda: count_by_name(held_in(shared_server)) == {"alice": 4, "bob": 8})
-    assert {key_of_tenant("alice", number) for number in (0, 2, 4, 6)} <= held_in(shared_server)
-    driver.poll_until(lambda: counts_of(driver, "alice", "bob") == {"alice": 4, "bob": 8})
-    assert driver.tier.stats()["evicted"] == 4
-
-
-def test_engines_of_several_hosts_and_models_keep_one_quota_together(
-    shared_server: LiveServer, start: StartTenants
-) -> None:
-    quotas: dict[str, int | None] = {"alice": 5, "*": 3}
-    drivers = [start(shared_server.url, quotas, model) for model in ("model-a", "model-a", "model-b")]
-    for index, driver in enumerate(drivers):
-        assert len(driver.store_of("alice", range(4 * index, 4 * index + 4))) == 4
-        assert len(driver.store_of("bob", [index])) == 1
-    drivers[-1].poll_until(lambda: count_by_name(held_in(shared_server)) == {"alice": 5, "bob": 3})
-
-
-def test_a_tenant_that_goes_on_storing_is_refused_nothing_and_kept_to_its_quota(
-    shared_server: LiveServer, start: StartTenants
-) -> None:
-    driver = start(shared_server.url, {"alice": 4, "bob": None})
-    driver.store_of("bob", range(6))
-    for first in range(0, 40, 4):
-        assert len(driver.store_of("alice", range(first, first + 4))) == 4
-    driver.poll_until(lambda: count_by_name(held_in(shared_server)) == {"alice": 4, "bob": 6})
-
-
-def test_a_flushed_server_is_counted_again(shared_server: LiveServer, start: StartTenants) -> None:
-    driver = start(shared_server.url, {"alice": 4, "bob": 4})
-    driver.store_of("alice", range(4))
-    with shared_server.client() as client:
-        client.flushall()
-    driver.store_of("bob", range(4))
-    driver.poll_until(lambda: counts_of(driver, "alice", "bob") == {"alice": 0, "bob": 4})
-
-
-def test_encrypted_blocks_count_in_the_engines_own_namespace(
-    shared_server: LiveServer, start: StartTenants, tmp_path: Path
-) -> None:
-    ring = tmp_path / "ring.json"
-    write_ring(ring, add_entry(make_ring(), None, 1.0))
-    driver = start(shared_server.url, {"alice": 4, "bob": None}, ring=ring)
-    driver.store_of("bob", range(4))
-    driver.store_of("alice", range(8))
-    driver.poll_until(lambda: len(held_in(shared_server)) == 8)
-    driver.poll_until(lambda: counts_of(driver, "alice", "bob") == {"alice": 4, "bob": 4})
 
 
 def test_all_nodes_of_a_cluster_count_together(cluster: LiveCluster, start: StartTenants) -> None:

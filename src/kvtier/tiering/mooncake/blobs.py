@@ -1,12 +1,13 @@
 """The values of a Mooncake store as blobs, many in one call.
 
 Bytes go straight from and into the primary's rows where a block is moved; other values, which are few, are copied. A
-value that is leased to a reader cannot be removed: its name waits in ``DeferredDeletes`` and is neither looked for nor
-written until its removal succeeds.
+value that is leased to a reader cannot be removed: its name waits, and is neither looked for nor written until its
+removal succeeds.
 """
 
 import logging
 import re
+import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -32,14 +33,8 @@ from kvtier.tiering.kit.block_format import BlockName
 from kvtier.tiering.kit.envelope import Buffer
 from kvtier.tiering.kit.purging import Batches, Removed
 from kvtier.tiering.mooncake.client import MooncakeClient, ScatterLists
-from kvtier.tiering.mooncake.deferred_deletes import LEASE_S, DeferredDeletes
-from kvtier.tiering.mooncake.descriptions import (
-    DESCRIBE_S,
-    DESCRIPTION_BYTES,
-    DESCRIPTION_NAMES,
-    Descriptions,
-)
-from kvtier.tiering.mooncake.errors import ABSENT, NO_ROOM, Code, is_known, name_of
+from kvtier.tiering.mooncake.descriptions import DESCRIPTION_BYTES, DESCRIPTION_NAMES, Descriptions
+from kvtier.tiering.mooncake.errors import ABSENT, NO_ROOM, Code, name_of
 from kvtier.tiering.mooncake.listing import MasterPage
 from kvtier.tiering.mooncake.memory import HeaderPool, address_of, allocate
 from kvtier.tiering.mooncake.native import TIER_TYPE, NativeStore, open_native
@@ -54,6 +49,13 @@ behind a store, and the time limit of a transfer is for all of them."""
 MAX_TASK_BLOCKS = 64
 """The same for very small blocks."""
 
+LEASE_S = 6.0
+"""Seconds after which a lease has ended that nothing renews: 5, unless the master says otherwise. So long after a try
+to remove what is leased comes the next."""
+
+MAX_DEFERRED = 4096
+"""Names that wait for their removal. One that is dropped is found damaged again by the next load."""
+
 RETRY_S = 1.0
 """Seconds between tries where a caller waits for the end of leases: a purge."""
 
@@ -63,7 +65,7 @@ GONE = frozenset({Code.OK, Code.OBJECT_NOT_FOUND})
 WRITTEN = Put(PutKind.WRITTEN)
 DECLINED = Put(PutKind.NO_ROOM)
 
-COUNTS = ("removed_damaged", "lookup_errors", "unknown_answers")
+COUNTS = ("removed_damaged", "lookup_errors")
 
 REACHABILITY_NAME = "kvtier/reachable"
 """A name that is never stored: looking it up shows that the master answers."""
@@ -107,18 +109,18 @@ class MooncakeNames(BlobNames):
 class MooncakeBlobs(Blobs):
     """The values of one store.
 
+    Mutable are the names that wait for their removal, each with the time of the next try. ``_lock`` guards changes.
+
     Args:
         settings: which store.
-        rows: the primary's, to register with it; None: there are none.
+        rows: the primary's, to register with it; None: a command without an engine, which joins the store only where
+            its page is not enough, and whose removals wait until the leases of now have ended.
         clock: seconds, monotonic.
         open_store: joins the store, when it is first called.
         pause: waits for that many seconds.
-        waits_for_leases: whether ``remove`` tries until the leases of now have ended; otherwise what is leased is
-            removed with a later call.
     """
 
     has_times = False
-    describes_again_s = DESCRIBE_S
     fate = "are dropped as the store needs room"
 
     def __init__(
@@ -128,8 +130,6 @@ class MooncakeBlobs(Blobs):
         clock: Callable[[], float] = time.monotonic,
         open_store: Callable[[MooncakeSettings], NativeStore] = open_native,
         pause: Callable[[float], None] = time.sleep,
-        *,
-        waits_for_leases: bool = False,
     ) -> None:
         self.names = MooncakeNames()
         self.settings = settings
@@ -141,27 +141,29 @@ class MooncakeBlobs(Blobs):
             memories = [rows.flat, self._pool.memory]
         self._registered = [range(begin := address_of(one), begin + len(one)) for one in memories]
         self._client = MooncakeClient(settings, memories, clock, open_store)
-        self._descriptions = Descriptions(self._client)
+        self._descriptions = Descriptions(self._client, clock)
         self._listing = MasterPage(settings)
-        self._deferred = DeferredDeletes(clock)
+        self._lock = threading.Lock()
+        self._deferred: dict[str, float] = {}
         self._counters = Counters(*COUNTS)
+        self._clock = clock
         self._pause = pause
-        self._num_tries = int(LEASE_S / RETRY_S) if waits_for_leases else 0
+        self._num_tries = int(LEASE_S / RETRY_S) if rows is None else 0
 
     def put_new(self, blobs: Sequence[Blob], end_s: float | None) -> list[Put]:
         del end_s  # the library's time-outs bound each call
-        waiting = self._remove_waiting([blob.name for blob in blobs]) if self._deferred else frozenset()
-        names = [blob.name for blob in blobs if blob.name not in waiting]
-        if not names:
+        self._remove_again(self._waiting(blob.name for blob in blobs))
+        waiting = self._waiting(blob.name for blob in blobs)
+        todo = [blob for blob in blobs if blob.name not in waiting]
+        if not todo:
             return [DECLINED] * len(blobs)
-        lists = self._gather([list(blob.parts) for blob in blobs if blob.name not in waiting])
-        answers = self._client.put(names, lists)
-        self._note_unknown(answers)
-        puts = list(map(_put_of, answers))
-        if not waiting:
-            return puts
-        outcomes = dict(zip(names, puts, strict=True))
-        return [outcomes.get(blob.name, DECLINED) for blob in blobs]
+        parsed = self.names.parse(todo[0].name)
+        if parsed is not None:
+            self._descriptions.keep(parsed.namespace)
+        names = [blob.name for blob in todo]
+        answers = self._client.put(names, self._gather([list(blob.parts) for blob in todo]))
+        puts = dict(zip(names, map(_put_of, answers), strict=True))
+        return [puts.get(blob.name, DECLINED) for blob in blobs]
 
     def get_into(self, targets: Sequence[Target], end_s: float | None) -> list[Got]:
         del end_s
@@ -173,48 +175,38 @@ class MooncakeBlobs(Blobs):
             memory = allocate(sum(lengths))
             lists = ScatterLists.over(memory, lengths)
             values = list(_cut(memory, lengths))
-        answers = self._client.get(names, lists)
-        self._note_unknown(answers)
-        return list(map(self._land, targets, answers, values))
+        return list(map(self._land, targets, self._client.get(names, lists), values))
 
-    def sizes(self, names: Sequence[str], *, renews: bool) -> dict[str, Size]:
-        del renews  # a value has a lease of some seconds, and no time to live
-        waiting = self._deferred.among(names)
-        asked = [name for name in names if name not in waiting]
-        found = {name: self._client.size(name) for name in asked}
-        return {name: Size(num_bytes) for name, num_bytes in found.items() if num_bytes >= 0}
-
-    def find(self, names: Sequence[str], *, renews: bool) -> dict[str, Size | None]:
-        del renews
+    def sizes(self, names: Sequence[str], *, is_lookup: bool) -> dict[str, Size]:
         self._remove_due()
-        waiting = self._deferred.among(names)
+        waiting = self._waiting(names)
         asked = [name for name in names if name not in waiting]
         if not asked:
             return {}
         answers = self._client.exist(asked)
-        self._note_unknown(answers)
         self._counters.add(lookup_errors=sum(answer < 0 for answer in answers))
-        return {name: None for name, answer in zip(asked, answers, strict=True) if answer == 1}
+        there = [name for name, answer in zip(asked, answers, strict=True) if answer == 1]
+        if is_lookup:  # a length takes a call for each
+            return dict.fromkeys(there, Size(None))
+        lengths = {name: self._client.size(name) for name in there}
+        return {name: Size(num_bytes) for name, num_bytes in lengths.items() if num_bytes >= 0}
 
-    def read_each(self, names: Sequence[str], max_bytes: int) -> dict[str, memoryview]:
+    def read_each(self, names: Sequence[str], max_bytes: int, start: int = 0) -> dict[str, memoryview]:
         self._remove_due()
-        waiting = self._deferred.among(names)
+        waiting = self._waiting(names)
         described = self._namespaces_of(names)
         texts = dict(self._descriptions.read_each().values()) if described else {}
         found = {
-            name: memoryview(texts[namespace].encode())[:max_bytes]
+            name: memoryview(texts[namespace].encode())[start : start + max_bytes]
             for name, namespace in described.items()
             if namespace in texts
         }
         for name in names:
             if name not in described and name not in waiting:
-                value = self._read(name, 0, max_bytes)
+                value = self._read(name, start, max_bytes)
                 if value is not None:
                     found[name] = value
         return found
-
-    def read_part(self, name: str, start: int, num_bytes: int) -> memoryview:
-        return self._read(name, start, num_bytes) or memoryview(b"")
 
     def remove(
         self, names: Sequence[str], unless_used_since: Mapping[str, float] | None = None
@@ -226,14 +218,9 @@ class MooncakeBlobs(Blobs):
         )
         stored = {slots.get(described[name], "") if name in described else name: name for name in names}
         stored.pop("", None)
-        left: Collection[str] = list(stored)
-        try:
-            removed = self._try_remove(left)
-        except TierError:
-            self._deferred.add(left)
-            raise
+        removed = self._try_remove(list(stored))
         for _ in range(self._num_tries):
-            left = self._deferred.among(left)
+            left = self._waiting(stored)
             if not left:
                 break
             self._pause(RETRY_S)
@@ -241,10 +228,17 @@ class MooncakeBlobs(Blobs):
         return [stored[name] for name in removed]
 
     def check(self) -> None:
-        self._client.exist([REACHABILITY_NAME])
+        if self._pool is None:
+            self._listing.list_names()
+        else:
+            self._client.exist([REACHABILITY_NAME])
+
+    def check_writing(self) -> bool:
+        self.check()
+        return True  # there is room for few documents: one is written with the first blocks, not to try
 
     def list_all(self, namespace: str | None = None) -> Iterator[Listed]:
-        names = self.list_names()
+        names = self._listing.list_names()
         own: list[str] = []
         for name in names:
             parsed = self.names.parse(name)
@@ -254,25 +248,12 @@ class MooncakeBlobs(Blobs):
                 yield Listed(0.0, name, 0)
         for name, num_bytes in self._listing.measure(own):
             yield Listed(0.0, name, num_bytes)
-        for one in self.read_documents(names):
-            if namespace in (None, one):
-                yield Listed(0.0, self.names.document(one), DESCRIPTION_BYTES)
-
-    def list_names(self) -> list[str]:
-        """Return the names of all values, as the master's page has them. Raises as ``list_all``."""
-        return self._listing.list_names()
-
-    def read_documents(self, names: Collection[str]) -> dict[str, str]:
-        """Return the documents of namespaces that are described; none where the store lets no client in.
-
-        Args:
-            names: of all values; the store is joined only where there are descriptions among them.
-        """
         if set(names).isdisjoint(DESCRIPTION_NAMES):
-            return {}
-        with suppress(TierError):
-            return dict(self._descriptions.read_each().values())
-        return {}
+            return
+        with suppress(TierError):  # the page answers, and the store lets no client in
+            for one in self.list_namespaces():
+                if namespace in (None, one):
+                    yield Listed(0.0, self.names.document(one), DESCRIPTION_BYTES)
 
     def read_capacity_bytes(self) -> int | None:
         return self._listing.read_capacity_bytes()
@@ -348,18 +329,16 @@ class MooncakeBlobs(Blobs):
         # A value of another length is refused as a bad parameter when it is longer, as a failed transfer when it is
         # shorter; only its length tells it from a provider that is away.
         if answer in (Code.INVALID_PARAMS, Code.TRANSFER_FAIL) or answer >= 0:
-            num_bytes = self._ask_size(target.name)
-            if num_bytes is not None and num_bytes != expected:
-                target.header[:] = bytes(len(target.header))  # it may have that of an earlier block
-                target.landed(num_bytes)
-                return Got(GotKind.READ, num_bytes)
+            with suppress(TierError):
+                num_bytes = self._client.size(target.name)
+                is_other = 0 <= num_bytes != expected
+                # Its beginning says whether another version wrote it, which is then left alone.
+                head = self._read(target.name, 0, len(target.header)) if is_other else None
+                if head is not None:
+                    target.header[:] = bytes(head).ljust(len(target.header), b"\0")
+                    target.landed(num_bytes)
+                    return Got(GotKind.READ, num_bytes)
         return Got(GotKind.FAILED, words=name_of(answer))
-
-    def _ask_size(self, name: str) -> int | None:
-        with suppress(TierError):
-            num_bytes = self._client.size(name)
-            return num_bytes if num_bytes >= 0 else None
-        return None
 
     def _read(self, name: str, start: int, num_bytes: int) -> memoryview | None:
         """Return part of a value, less where it ends before; None where it cannot be read."""
@@ -383,37 +362,47 @@ class MooncakeBlobs(Blobs):
             if one is not None and one.kind is BlobKind.DOCUMENT
         }
 
+    def _waiting(self, names: Iterable[str]) -> list[str]:
+        """Return which of some values wait for their removal."""
+        return [name for name in names if name in self._deferred] if self._deferred else []
+
     def _remove_due(self) -> None:
-        self._remove_again(self._deferred.take_due())
+        if self._deferred:
+            now_s = self._clock()
+            self._remove_again([name for name, due_s in self._deferred.copy().items() if due_s <= now_s])
 
-    def _remove_waiting(self, names: Sequence[str]) -> frozenset[str]:
-        """Try to remove those of some values that wait for it; return which wait on."""
-        waiting = self._deferred.among(names)
-        self._remove_again(waiting)
-        return self._deferred.among(waiting)
-
-    def _remove_again(self, names: Collection[str]) -> None:
+    def _remove_again(self, names: Sequence[str]) -> None:
         try:
             self._try_remove(names)
         except TierError as error:
             logger.warning("tier mooncake: %d damaged blocks are not removed yet: %s", len(names), error)
 
-    def _try_remove(self, names: Collection[str]) -> list[str]:
-        """Remove values, and return which; what is leased waits for its next try.
+    def _try_remove(self, names: Sequence[str]) -> list[str]:
+        """Remove values, and return which; what is leased, or has no answer, waits for its next try.
 
         Raises:
             TierError: the master does not answer.
         """
         if not names:
             return []
-        asked = list(names)
-        answers = list(zip(asked, self._client.remove(asked), strict=True))
-        self._deferred.discard(name for name, answer in answers if answer in GONE)
-        self._deferred.add(name for name, answer in answers if answer not in GONE)
-        self._note_unknown([answer for _, answer in answers])
-        removed = [name for name, answer in answers if answer == Code.OK]
+        self._defer(names)  # before the answer: other threads do not try these meanwhile
+        answers = dict(zip(names, self._client.remove(list(names)), strict=True))
+        with self._lock:
+            for name, answer in answers.items():
+                if answer in GONE:
+                    self._deferred.pop(name, None)
+        removed = [name for name, answer in answers.items() if answer == Code.OK]
         self._counters.add(removed_damaged=len(removed))
         return removed
+
+    def _defer(self, names: Iterable[str]) -> None:
+        due_s = self._clock() + LEASE_S
+        with self._lock:
+            for name in names:
+                self._deferred.pop(name, None)  # the one that waits longest is the first
+                self._deferred[name] = due_s
+            while len(self._deferred) > MAX_DEFERRED:
+                del self._deferred[next(iter(self._deferred))]
 
     def _remove_namespace(self, namespace: str) -> Generator[Removed, None, None]:
         """Remove its blocks as far as no reader has leased them, until none has come free for a lease.
@@ -428,11 +417,6 @@ class MooncakeBlobs(Blobs):
             num_idle = 0 if num_removed else num_idle + 1
             yield Removed(num_removed, [])
             self._pause(RETRY_S)
-
-    def _note_unknown(self, answers: Sequence[int]) -> None:
-        unknown = sum(answer < 0 and not is_known(answer) for answer in answers)
-        if unknown:
-            self._counters.add(unknown_answers=unknown)
 
 
 def _put_of(answer: int) -> Put:

@@ -39,7 +39,6 @@ class _Session:
 
     native: NativeStore
     num_calls: int = 0
-    is_closing: bool = False
     is_closed: bool = False
 
 
@@ -227,13 +226,12 @@ class MooncakeClient:
     def _retire(self, session: _Session) -> None:
         """Close a client when no call uses it any more; returns when it is closed."""
         with self._changed:
-            if self._session is session:
-                self._session = None
-            self._changed.wait_for(lambda: session.num_calls == 0)
-            is_mine, session.is_closing = not session.is_closing, True
-            if not is_mine:
+            is_first = self._session is session
+            if not is_first:
                 self._changed.wait_for(lambda: session.is_closed)
                 return
+            self._session = None
+            self._changed.wait_for(lambda: session.num_calls == 0)
         session.native.close()
         with self._changed:
             session.is_closed = True

@@ -6,8 +6,10 @@ later the engine removes one of them, and takes its place then. The store evicts
 are put again after a while.
 """
 
+import json
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from kvtier.errors import TierError
 from kvtier.tiering.kit.blobs import Put, PutKind
@@ -37,14 +39,18 @@ _DESCRIPTION = re.compile(r"([0-9a-f]{32})\n(.*)", re.DOTALL)
 class Descriptions:
     """The descriptions in a store. A look leases those that are there, for some seconds.
 
-    Mutable is whether the last try to put one found no free name; the thread that puts uses it.
+    Mutable are the descriptions of this process, each with the time of the next look for it, and whether the last try
+    to put one found no free name. Two threads that look for one at once put it once: the second finds it.
 
     Args:
         client: the store.
+        clock: seconds, monotonic.
     """
 
-    def __init__(self, client: MooncakeClient) -> None:
+    def __init__(self, client: MooncakeClient, clock: Callable[[], float] = time.monotonic) -> None:
         self._client = client
+        self._clock = clock
+        self._own: dict[str, tuple[bytes, float]] = {}
         self._was_full = False
 
     def read_each(self) -> dict[str, tuple[str, str]]:
@@ -59,10 +65,26 @@ class Descriptions:
         )
 
     def put(self, namespace: str, document: str) -> Put:
-        """Write a description unless it is there; what the master does not answer is an outcome, too."""
+        """Write a description unless it is there; what the master does not answer is an outcome, too.
+
+        Only the first call for a namespace does: later ``keep`` sees to it. That of a reset has none, so that it takes
+        no other's room.
+        """
+        if namespace in self._own or json.loads(document).get("epoch"):
+            return Put(PutKind.EXISTED)
         text = f"{namespace}\n{document}".encode()
         if len(text) > DESCRIPTION_BYTES:
             return Put(PutKind.REFUSED, f"it is longer than {DESCRIPTION_BYTES} bytes")
+        return self._look_after(namespace, text)
+
+    def keep(self, namespace: str) -> None:
+        """Write the description of a namespace that blocks are stored in again, where it is due and has gone."""
+        text, due_s = self._own.get(namespace, (b"", 0.0))
+        if text and due_s <= self._clock():
+            self._look_after(namespace, text)
+
+    def _look_after(self, namespace: str, text: bytes) -> Put:
+        self._own[namespace] = text, self._clock() + DESCRIBE_S
         try:
             return self._put(namespace, text)
         except TierError as error:

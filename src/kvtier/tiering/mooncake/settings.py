@@ -61,12 +61,12 @@ class Protocol(Enum):
 
 
 def parse_master(name: str, value: object) -> str:
-    """Return ``host:port``. Pure.
+    """Return ``host:port``, also of ``mooncake://host:port``. Pure.
 
     Raises:
         ConfigError: it is anything else.
     """
-    match = _ADDRESS.fullmatch(value) if isinstance(value, str) else None
+    match = _ADDRESS.fullmatch(value.removeprefix(SCHEME).rstrip("/")) if isinstance(value, str) else None
     if match is None or not 0 < int(match["port"]) < 2**16:
         remedy = 'must be "host:port" of a mooncake_master, for example "10.0.0.5:50051"'
         raise ConfigError(name, value, remedy)

@@ -5,24 +5,45 @@ a process that reaches its master or one of its clients may read and write what 
 network of its own.
 """
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from typing import ClassVar
 
 from kvtier.base import Locality
 from kvtier.errors import TierError
 from kvtier.settings import parse_settings
 from kvtier.tiering.kit.backend import Rows
-from kvtier.tiering.kit.blobs import BlobSettings, BlobTier
+from kvtier.tiering.kit.blobs import BlobPlace, BlobSettings, BlobTier
 from kvtier.tiering.kit.place import TierFinding
 from kvtier.tiering.kit.threaded_tier import ThreadOptions
 from kvtier.tiering.mooncake.blobs import MooncakeBlobs, plan_task_blocks
 from kvtier.tiering.mooncake.native import TIER_TYPE, knock
-from kvtier.tiering.mooncake.place import MooncakePlace, open_mooncake_place
 from kvtier.tiering.mooncake.settings import MooncakeSettings
 
 POSITIVE_TTL_S = 2.0
 """Seconds for which "held" is believed. A lookup protects a block from eviction for 5 seconds, so this is
 true nearly always; more would promise blocks that are gone, less looks up the same prefix again."""
+
+
+class MooncakePlace(BlobPlace):
+    """The values of a store without an engine.
+
+    The names come from the master's page; the store is joined where there are descriptions, which only a client reads,
+    and where values are read or removed.
+
+    Args:
+        blobs: the store.
+    """
+
+    def __init__(self, blobs: MooncakeBlobs) -> None:
+        super().__init__(TIER_TYPE, blobs)
+        self._store = blobs
+
+    def end_removal(self, namespaces: Collection[str]) -> None:
+        super().end_removal(namespaces)
+        if self._store.num_deferred:
+            text = "blocks are in use by readers and stay, the others are removed: try again later"
+            raise TierError(TIER_TYPE, f"{self._store.num_deferred} {text}")
 
 
 class MooncakeTier(BlobTier):
@@ -58,7 +79,9 @@ class MooncakeTier(BlobTier):
 
     @classmethod
     def open_place(cls, own: Mapping[str, object]) -> MooncakePlace:
-        return open_mooncake_place(own)
+        blobs = cls.open_blobs(own, time.monotonic, None)
+        blobs.check()
+        return MooncakePlace(blobs)
 
     @classmethod
     def probe(cls, own: Mapping[str, object]) -> list[TierFinding]:

@@ -6,6 +6,7 @@ then it is asked first whether a block is there, as a web server is.
 
 import asyncio
 import logging
+import os
 import re
 import stat
 import time
@@ -147,50 +148,32 @@ class ObjBlobs(Blobs):
 
         return self._for_each(targets, self._get, failed)
 
-    def sizes(self, names: Sequence[str], *, renews: bool) -> dict[str, Size]:
-        del renews  # an object has the time of its writing, none of its use
+    def sizes(self, names: Sequence[str], *, is_lookup: bool) -> dict[str, Size]:
+        del is_lookup  # an object has the time of its writing, none of its use
 
         async def ask(name: str) -> Size:
-            if self._is_endless(name):
+            file = self._stat(name)
+            if _is_endless(file):
                 return Size(0)  # the client opens a file to tell its length
             meta = await obstore.head_async(self._store, name)
-            return Size(meta["size"], meta["last_modified"].timestamp())
+            num_disk_blocks = None if file is None else file.st_blocks
+            return Size(meta["size"], meta["last_modified"].timestamp(), num_disk_blocks)
 
         return self._request_each(names, ask)
 
-    def read_each(self, names: Sequence[str], max_bytes: int) -> dict[str, memoryview]:
+    def read_each(self, names: Sequence[str], max_bytes: int, start: int = 0) -> dict[str, memoryview]:
         async def ask(name: str) -> memoryview:
-            if self._is_endless(name):
+            if _is_endless(self._stat(name)):
                 return NO_OBJECT
             try:
-                return memoryview(await obstore.get_range_async(self._store, name, start=0, length=max_bytes))
+                found = await obstore.get_range_async(self._store, name, start=start, length=max_bytes)
+                return memoryview(found)
             except BaseError as error:
                 if is_beyond_end(error):
                     return NO_OBJECT
                 raise
 
         return self._request_each(names, ask)
-
-    def read_part(self, name: str, start: int, num_bytes: int) -> memoryview:
-        if self._is_endless(name):
-            return NO_OBJECT
-        with self._explained():
-            try:
-                return memoryview(obstore.get_range(self._store, name, start=start, length=num_bytes))
-            except FileNotFoundError:
-                return NO_OBJECT
-            except BaseError as error:
-                if is_beyond_end(error):
-                    return NO_OBJECT
-                raise
-
-    def count_disk_blocks(self, name: str) -> int | None:
-        if self._folder is None:
-            return None
-        try:
-            return (self._folder / name).stat().st_blocks
-        except OSError:
-            return None
 
     def remove(
         self, names: Sequence[str], unless_used_since: Mapping[str, float] | None = None
@@ -263,7 +246,7 @@ class ObjBlobs(Blobs):
 
     def _get(self, target: Target) -> Got:
         name = target.name
-        if self._is_endless(name):
+        if _is_endless(self._stat(name)):
             target.landed(0)
             return Got(GotKind.READ)
         try:
@@ -281,15 +264,14 @@ class ObjBlobs(Blobs):
         target.take(body, num_bytes)
         return Got(GotKind.READ, num_bytes, written_s)
 
-    def _is_endless(self, name: str) -> bool:
-        """Return whether a file is a pipe, a socket or a device: the client would wait for its end for ever."""
+    def _stat(self, name: str) -> os.stat_result | None:
+        """Return what the system says of an object that is a file."""
         if self._folder is None:
-            return False
+            return None
         try:
-            mode = (self._folder / name).stat().st_mode
+            return (self._folder / name).stat()
         except OSError:
-            return False
-        return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+            return None
 
     @contextmanager
     def _kept_private(self, name: str) -> Iterator[None]:
@@ -358,6 +340,11 @@ class ObjBlobs(Blobs):
         except CLIENT_ERRORS as error:
             # Without the cause: its text quotes the request and the answer.
             raise TierError("obj", self._judge(error).text) from None
+
+
+def _is_endless(file: os.stat_result | None) -> bool:
+    """Return whether a file is a pipe, a socket or a device: the client would wait for its end for ever. Pure."""
+    return file is not None and not (stat.S_ISREG(file.st_mode) or stat.S_ISDIR(file.st_mode))
 
 
 def _raise_if_whole(failures: Sequence[Failure], num_items: int) -> None:

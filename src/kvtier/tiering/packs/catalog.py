@@ -73,6 +73,8 @@ class PackCatalog:
         self._changing = threading.RLock()
         self._namespace: PackNamespace | None = None
         self._released: deque[int] = deque()
+        self._drawn = ""  # the namespace, where its epoch was drawn by this process: no other has it
+        self._left: deque[str] = deque()
         self._indexed = threading.Event()
         self._is_missing = self._is_stopped = False
         self._given: deque[str] = deque(maxlen=MAX_GIVEN)
@@ -104,6 +106,9 @@ class PackCatalog:
         Thread: the scheduler's, which waits for no disk.
         """
         before, self._namespace = self._namespace, namespace
+        if self._drawn:
+            self._left.append(self._drawn)
+        self._drawn = namespace.name if is_new else ""
         self._released.extend(self.table.open_namespace(namespace))
         if before is not None:
             self._released.extend(before.neighbours.clear())
@@ -322,6 +327,9 @@ class PackCatalog:
     def _close_released(self) -> None:
         while self._released:
             self.packs.retire(self._released.popleft(), Pack.close)
+        while self._left:
+            with suppress(OSError):
+                self.directory.release(self._left.popleft())
 
     def _open(self, namespace: PackNamespace, name: str) -> None:
         pack = self.directory.open(namespace.name, name)

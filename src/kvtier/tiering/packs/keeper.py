@@ -9,9 +9,10 @@ writes its own notes.
 import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
+from kvtier.base import OffloadKey
 from kvtier.departed import Loss
 from kvtier.errors import ConfigError, KVTierError, TierError
 from kvtier.tiering.kit.purging import Batches, Removed
@@ -110,9 +111,9 @@ class Keeper:
         self._wall_clock = wall_clock
         self._root_id = self._read_root_id()
         self._notes = OwnNotes(self._directory.root, process, file_mode=self._directory.file_mode)
-        self._others = OthersNotes(self._directory.root, process)
+        self._others = OthersNotes(self._directory.root, process, file_mode=self._directory.file_mode)
         self._living: list[Neighbour] = []
-        self._reads: deque[int] = deque(maxlen=MAX_UNSENT)
+        self._uses: deque[int] = deque(maxlen=MAX_UNSENT)
         self._damaged: deque[tuple[str, int]] = deque(maxlen=MAX_DAMAGED)
         self._answered: OrderedDict[tuple[str, str, int], None] = OrderedDict()
         self._granted: dict[str, float] = {}
@@ -179,9 +180,12 @@ class Keeper:
         if self._absence:
             raise TierError(self._catalog.tier, self._absence)
 
-    def note_reads(self, addresses: Iterable[int]) -> None:
-        """Tell owners that their blocks were read."""
-        self._reads.extend(addresses)
+    def note_uses(self, namespace: PackNamespace, keys: Sequence[OffloadKey]) -> None:
+        """Tell owners that their blocks were used, the first of ``keys`` most. Thread: the scheduler's."""
+        neighbours = namespace.neighbours
+        if len(neighbours):
+            addresses = map(neighbours.find, reversed(keys))
+            self._uses.extend(address for address in addresses if address is not None)
 
     def report_damaged(self, address: int) -> None:
         """Tell an owner that a block is not what its journal says."""
@@ -318,7 +322,7 @@ class Keeper:
                 for other in self._living
                 if other.state.oldest_used_s is not None
             ]
-            if gives(own, tails, want):
+            if gives(own, tails, want, self._wall_clock()):
                 is_same = want.namespace == self._catalog.namespace.name
                 self._catalog.give(oldest[1], is_first_to_go=not is_same)
                 self._granted = {one.process: noted.since_s}
@@ -420,9 +424,9 @@ class Keeper:
             logger.warning("tier %s: notes were not written: %s", self._catalog.tier, error)
 
     def _take_uses(self) -> Iterator[tuple[bytes, int]]:
-        """Yield the blocks of others that were read, and touch the packs that they are in."""
-        while self._reads:
-            address = self._reads.popleft()
+        """Yield the blocks of others that were used, and touch the packs that they are in."""
+        while self._uses:
+            address = self._uses.popleft()
             pack = self._catalog.packs.get(address >> SLOT_BITS)
             if pack is not None:
                 pack.touch()

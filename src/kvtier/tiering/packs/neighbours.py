@@ -114,6 +114,10 @@ class Neighbours:
             return None
         return address
 
+    def is_over(self, key: OffloadKey) -> bool:
+        """Return whether a block is there and its time to live has ended."""
+        return key in self._address_of and self.find(key) is None
+
     def key_at(self, address: int) -> OffloadKey | None:
         """Return the block that is known to be in a slot."""
         pack = self._packs.get(address >> SLOT_BITS)

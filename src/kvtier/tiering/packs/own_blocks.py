@@ -1,12 +1,13 @@
 """The blocks in own slots: what their packs hold, the pins of jobs, and the order in which they leave.
 
 An eviction policy orders them. Those of adopted packs wait outside it until their first use, because the policy would
-take them for recent ones; they leave first, the one that was used longest ago before all.
+take them for recent ones. Of them the one that was used longest ago leaves next, as long as it was used before the
+block that the policy has given up last: so packs that go from process to process keep one order of use.
 """
 
 import heapq
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -86,10 +87,13 @@ class OwnBlocks:
 
     Args:
         policy: has the blocks in use in their order.
+        used_s: returns when the block in a slot was last used, seconds since 1970.
     """
 
-    def __init__(self, policy: CachePolicy) -> None:
+    def __init__(self, policy: CachePolicy, used_s: Callable[[int], int]) -> None:
         self.policy = policy
+        self._used_s = used_s
+        self._given_up_s: float = float("inf")
         self._num_in_use = 0
         self._adopted: dict[OffloadKey, int] = {}
         self._queues: list[_Queue] = []
@@ -160,10 +164,12 @@ class OwnBlocks:
 
     def evict(self, num: int, protected: Collection[OffloadKey] = ()) -> list[Victim]:
         """Remove ``num`` blocks, or as many as are not pinned, and return them. No adopted one is protected."""
-        victims: list[Victim] = []
-        while len(victims) < num and (victim := self._pop_adopted()) is not None:
-            victims.append(victim)
-        return victims + self._evict_in_use(num - len(victims), protected)
+        victims = self._evict_adopted(num, self._given_up_s)
+        in_use = self._evict_in_use(num - len(victims), protected)
+        if in_use:
+            self._given_up_s = self._used_s(in_use[-1][1].block_id)
+        victims += in_use
+        return victims + self._evict_adopted(num - len(victims), float("inf"))
 
     def evict_of(
         self, tenant: int, num: int | None = None, protected: Collection[OffloadKey] = ()
@@ -185,9 +191,11 @@ class OwnBlocks:
         self._num_in_use -= len(victims)
         return victims
 
-    def _pop_adopted(self) -> Victim | None:
+    def _evict_adopted(self, num: int, until_s: float) -> list[Victim]:
+        """Remove up to ``num`` adopted blocks that were last used until then, oldest use first."""
+        victims: list[Victim] = []
         queues = self._queues
-        while queues:
+        while len(victims) < num and queues and queues[0].used_s <= until_s:
             _, number, position, keys, times = queues[0]
             key, following = keys[position], position + 1
             if following < len(keys):
@@ -197,8 +205,8 @@ class OwnBlocks:
             address = self._adopted.get(key)
             if address is not None and address >> SLOT_BITS == number:
                 del self._adopted[key]
-                return key, _whole(address)
-        return None
+                victims.append((key, _whole(address)))
+        return victims
 
 
 def _whole(address: int) -> BlockStatus:

@@ -25,9 +25,11 @@ RETRY_S = 1.0
 """Seconds between two tries to get a pack in a full directory, each of which lists all packs. Longer lets an engine
 that has just started wait for room; shorter lists more often."""
 
-GIFT_MARGIN_S = 2
-"""A pack is given to a process only if that process's oldest block was used later than one's own by more than this.
-Less would move packs to and fro between engines that use their blocks alike."""
+GIFT_AGE_RATIO = 1.6
+GIFT_MARGIN_S = 2.0
+"""A pack is given to a process only if one's own oldest block has not been used for so much longer than that process's
+oldest. Less moves packs to and fro between engines that use their blocks alike, and each move loses the order of use of
+some; more leaves room for longer with an engine that does not need it."""
 
 
 class Want(NamedTuple):
@@ -51,17 +53,20 @@ class Tail(NamedTuple):
     oldest_used_s: float
 
 
-def gives(own: Tail, others: Iterable[Tail], want: Want) -> bool:
+def gives(own: Tail, others: Iterable[Tail], want: Want, now_s: float) -> bool:
     """Return whether this process is the one that gives a pack to whom ``want`` is of. Pure.
 
     Args:
         own: this process.
         others: the other living ones with blocks.
         want: what another process lacks.
+        now_s: seconds since 1970.
     """
     is_oldest = all((own.oldest_used_s, own.process) <= (one.oldest_used_s, one.process) for one in others)
-    is_older = want.oldest_used_s is None or own.oldest_used_s + GIFT_MARGIN_S < want.oldest_used_s
-    return is_oldest and is_older
+    if want.oldest_used_s is None or not is_oldest:
+        return is_oldest
+    age_s, wanted_age_s = now_s - own.oldest_used_s, max(0.0, now_s - want.oldest_used_s)
+    return age_s > GIFT_AGE_RATIO * wanted_age_s + GIFT_MARGIN_S
 
 
 class Room:

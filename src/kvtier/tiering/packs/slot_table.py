@@ -61,7 +61,7 @@ class SlotTable:
         self._changed = threading.Condition(self._lock)
         self._namespace: PackNamespace | None = None
         self._packs: dict[int, OwnPack] = {}
-        self._own = OwnBlocks(make_policy())
+        self._own = OwnBlocks(make_policy(), self._used_s)
         self._free: deque[int] = deque()
         self._undropped: list[int] = []
         self._failed: deque[int] = deque()
@@ -76,7 +76,7 @@ class SlotTable:
             self._namespace = namespace
             before = list(self._packs)
             self._packs = {}
-            self._own = OwnBlocks(self._make_policy())
+            self._own = OwnBlocks(self._make_policy(), self._used_s)
             self._free, self._failed = deque(), deque()
             self._undropped, self._lost = [], set()
             self._accounts.clear()
@@ -199,7 +199,7 @@ class SlotTable:
                 self._touch(keys, now_s)
 
     def touch_slots(self, number: int, slots: Iterable[int]) -> None:
-        """Mark blocks as used that neighbours have read."""
+        """Mark blocks as used that neighbours have used."""
         now_s = min(int(self._wall_clock()), MAX_TIME_S)
         with self._lock:
             pack = self._packs.get(number)
@@ -415,6 +415,10 @@ class SlotTable:
     def _is_in_flight(self, key: OffloadKey) -> bool:
         status = self._own.policy.get(key)
         return status is not None and not status.is_ready
+
+    def _used_s(self, address: int) -> int:
+        used_s: int = self._packs[address >> SLOT_BITS].used_s[address & SLOT_MASK]
+        return used_s
 
     def _touch(self, keys: Collection[OffloadKey], now_s: int) -> None:
         packs, use = self._packs, self._own.use

@@ -181,7 +181,6 @@ class PackBlockStore(BlockStore[PackNamespace], PageKeeper[PackNamespace]):
             self._table.complete_load(own, damaged)
         if failures:
             self._catalog.drop_slots(self._table.take_undropped())
-        self._keeper.note_reads([m.address for m in moves if m.pin is None and m.key not in failures])
         succeeded = [move.key for move in moves if move.key not in failures]
         self._count_loads(len(succeeded), len(keys) - len(moves), failures.values())
         faults = [key for key, failure in failures.items() if failure in FAULTS]
@@ -249,6 +248,7 @@ class PackBlockStore(BlockStore[PackNamespace], PageKeeper[PackNamespace]):
 
     def on_forked(self) -> None:
         self._catalog.packs.close_in_child()
+        self._catalog.directory.close_in_child()
         self._keeper.close_in_child()
 
     def _prepare_store(self, namespace: PackNamespace, missing: Sequence[OffloadKey]) -> SlotReservation:

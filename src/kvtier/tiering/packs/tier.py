@@ -172,6 +172,8 @@ class PackTier(
             return Miss(MissCause.TIER_DOWN, TIER_TYPE, MappingProxyType({"reason": "indexing"}))
         known = self.explain_unused(key)
         if known is None and not self._catalog.is_held(self._namespace, key):
+            if self._namespace.neighbours.is_over(key):
+                return Miss(MissCause.EXPIRED, TIER_TYPE)
             known = self._losses.explain(key) or self._siblings.explain(key)
         return known
 
@@ -182,6 +184,7 @@ class PackTier(
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._table.touch(self._namespace, keys)
+        self.keeper.note_uses(self._namespace, list(keys))
 
     def note_request(self, chains: Sequence[Sequence[OffloadKey]], req_context: ReqContext) -> None:
         self.keeper.note_use()

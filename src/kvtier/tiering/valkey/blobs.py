@@ -12,7 +12,6 @@ import math
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from kvtier.errors import TierError
@@ -57,6 +56,7 @@ from kvtier.tiering.valkey.servers import (
 )
 from kvtier.tiering.valkey.settings import ValkeySettings
 
+PAGE_END = ":probe.page"
 LIST_NAME = "kvtier:{namespaces}"
 """The namespaces written last, a sorted set by the time of that."""
 
@@ -94,12 +94,10 @@ rarely where resets make new ones."""
 MAX_READ = 32
 """Namespaces read from it, those written last."""
 
-QUOTA_PERMISSIONS = "+scan +object|idletime +memory|usage +client|no-touch"
-"""What a user must be allowed to do beside moving blocks, where tenants have quotas."""
-
 OWN_NAMES = "kvtier:*"
 
 OK = Reply("+", text="OK")
+WRITTEN, EXISTED = Put(PutKind.WRITTEN), Put(PutKind.EXISTED)
 
 OF_VALUE = frozenset({"ERR", "WRONGTYPE"})
 """Codes of refusals that are about one value; others are about the server."""
@@ -122,7 +120,7 @@ class ValkeyNames(BlobNames):
         return f"kvtier:{{{namespace}}}:namespace.json"
 
     def page(self, namespace: str) -> str:
-        return f"kvtier:{{{namespace}}}:probe.page"
+        return f"kvtier:{{{namespace}}}{PAGE_END}"
 
     def parse(self, name: str) -> BlobName | None:
         found = _NAME.fullmatch(name)
@@ -134,21 +132,22 @@ class ValkeyNames(BlobNames):
         return BlobName(BlobKind.BLOCK, namespace, bytes.fromhex(digits))
 
 
-@dataclass(frozen=True, slots=True)
 class SetRequest:
     """The request that stores a blob, whose parts are made when they are sent, after a redirection once more.
 
-    Attributes:
+    Args:
         blob: what to store.
         options: of SET.
     """
 
-    blob: Blob
-    options: tuple[bytes, ...]
+    __slots__ = ("_blob", "_options")
+
+    def __init__(self, blob: Blob, options: tuple[bytes, ...]) -> None:
+        self._blob, self._options = blob, options
 
     def __iter__(self) -> Iterator[Buffer]:
         """Yield the pieces."""
-        return encode_set(self.blob.name.encode(), self.blob.parts, self.blob.num_bytes, *self.options)
+        return encode_set(self._blob.name.encode(), self._blob.parts, self._blob.num_bytes, *self._options)
 
 
 class ValkeyBlobs(Blobs):
@@ -162,8 +161,6 @@ class ValkeyBlobs(Blobs):
 
     expires_itself = True
     fate = "leave when their time to live ends or the server evicts them"
-    proof = "answers and lets us write"
-    listing_remedy = QUOTA_PERMISSIONS
 
     def __init__(
         self,
@@ -191,7 +188,7 @@ class ValkeyBlobs(Blobs):
         if unsure:
             puts |= self._find([blob.name for blob in unsure], end_s)
             # It has no bytes, is no string, or has gone meanwhile: it is no whole block, and can be written over.
-            empty = [blob for blob in unsure if puts[blob.name] == Put(PutKind.EXISTED)]
+            empty = [blob for blob in unsure if puts[blob.name] == EXISTED]
             puts |= self._set(empty, (), end_s)
         return [puts[blob.name] for blob in blobs]
 
@@ -204,43 +201,36 @@ class ValkeyBlobs(Blobs):
         renewals = self._expire(names) if self.renews else []
         return [self._got_of(reply) for reply in self._run(commands, renewals, end_s)]
 
-    def sizes(self, names: Sequence[str], *, renews: bool) -> dict[str, Size]:
+    def sizes(self, names: Sequence[str], *, is_lookup: bool) -> dict[str, Size]:
         # The server's order of uses sees it; the time to live begins again when a block is loaded or stored.
         found: dict[str, Size] = {}
         for begin in range(0, len(names), MAX_LOOKUPS):
             part = names[begin : begin + MAX_LOOKUPS]
-            replies = self._run(_about((b"STRLEN",), part), is_use=renews)
+            replies = self._run(_about((b"STRLEN",), part), is_use=is_lookup and self.renews)
             lengths = zip(part, map(_length_of, replies), strict=True)
             found |= {name: Size(num_bytes) for name, num_bytes in lengths if num_bytes is not None}
         return found
 
-    def read_each(self, names: Sequence[str], max_bytes: int) -> dict[str, memoryview]:
+    def read_each(self, names: Sequence[str], max_bytes: int, start: int = 0) -> dict[str, memoryview]:
         kinds = [BlobKind.BLOCK if (own := self.names.parse(name)) is None else own.kind for name in names]
+        are_parts = [start > 0 or kind is BlobKind.DOCUMENT for kind in kinds]
         answers = [Answer(partial(read_beginning, max_bytes=max_bytes)) for _ in names]
         # A page is read by engines alone, and must outlive the blocks that it vouches for.
         pages = [name for name, kind in zip(names, kinds, strict=True) if kind is BlobKind.PAGE]
         # A description is what others have written, of any length. What else an engine reads must not need a permission
         # more than moving blocks does.
-        part = (b"0", b"%d" % (max_bytes - 1))
+        part = (b"%d" % start, b"%d" % (start + max_bytes - 1))
         commands = [
             Command(own, (encode(b"GETRANGE", own, *part) if is_part else encode(b"GET", own),), answer.read)
-            for own, is_part, answer in zip(
-                map(str.encode, names), (kind is BlobKind.DOCUMENT for kind in kinds), answers, strict=True
-            )
+            for own, is_part, answer in zip(map(str.encode, names), are_parts, answers, strict=True)
         ]
         self._run(commands, self._expire(pages, PAGE_MARGIN_MS), is_use=bool(pages))
         return {
             name: memoryview(answer.tree)
-            for name, kind, answer in zip(names, kinds, answers, strict=True)
+            for name, is_part, answer in zip(names, are_parts, answers, strict=True)
             # Part of what is absent is empty.
-            if isinstance(answer.tree, bytes) and (answer.tree or kind is not BlobKind.DOCUMENT)
+            if isinstance(answer.tree, bytes) and (answer.tree or not is_part)
         }
-
-    def read_part(self, name: str, start: int, num_bytes: int) -> memoryview:
-        own, answer = name.encode(), Answer(partial(read_beginning, max_bytes=num_bytes))
-        request = encode(b"GETRANGE", own, b"%d" % start, b"%d" % (start + num_bytes - 1))
-        self._run([Command(own, (request,), answer.read)], is_use=False)
-        return memoryview(answer.tree if isinstance(answer.tree, bytes) else b"")
 
     def remove(
         self, names: Sequence[str], unless_used_since: Mapping[str, float] | None = None
@@ -368,9 +358,7 @@ class ValkeyBlobs(Blobs):
     def _lifetime_of(self, name: str) -> tuple[bytes, ...]:
         if self._ttl_ms is None:
             return ()
-        parsed = self.names.parse(name)
-        is_page = parsed is not None and parsed.kind is BlobKind.PAGE
-        return (b"PX", b"%d" % (self._ttl_ms + is_page * PAGE_MARGIN_MS))
+        return (b"PX", b"%d" % (self._ttl_ms + PAGE_MARGIN_MS * name.endswith(PAGE_END)))
 
     def _expire(self, names: Iterable[str], margin_ms: int = 0) -> list[Command]:
         """Return the commands that count the expiry of values from now; for absent ones they do nothing."""
@@ -413,7 +401,7 @@ class ValkeyBlobs(Blobs):
         if not isinstance(reply, Reply):
             return Put(PutKind.FAILED if self._servers.is_fault(reply) else PutKind.AWAY)
         if reply.kind != "-":
-            return Put(PutKind.WRITTEN if reply.kind == "+" else PutKind.EXISTED)
+            return WRITTEN if reply.kind == "+" else EXISTED
         if reply.error_code == "OOM":
             return Put(PutKind.NO_ROOM, words_of(reply.text))
         failed = PutKind.FAILED if self._servers.is_fault(reply) else PutKind.AWAY

@@ -21,11 +21,13 @@ except ImportError as error:
 TIER_TYPE = "valkey"
 
 NEEDED_PERMISSIONS = "+get +set +strlen +pexpire +unlink +cluster|slots +asking ~kvtier:*"
+LISTING_PERMISSIONS = "+scan +object|idletime +memory|usage +client|no-touch"
 
 REMEDIES = {
     "NOAUTH": f"it wants a password: give it in url or in {PASSWORD_VARIABLE}",
     "WRONGPASS": f"it does not accept the user or the password of url or {PASSWORD_VARIABLE}",
-    "NOPERM": f"the user lacks a permission: grant it {NEEDED_PERMISSIONS}",
+    "NOPERM": f"the user lacks a permission: grant it {NEEDED_PERMISSIONS}, and to list what is there "
+    f"{LISTING_PERMISSIONS}",
     "LOADING": "it is still loading its data and will answer when that is done",
     "READONLY": "it is a replica: name the primary, or set cluster to true if it is one of a cluster",
     "MOVED": "it is one of a cluster: set cluster to true",
@@ -46,14 +48,6 @@ REPEATED_WORDS = (
     PROTOCOL_ERROR,
 )
 """What refusals of a value begin with, and what of them may be repeated: it is no text of ours that came back."""
-
-CODES_OF_EXCEPTIONS: dict[type[Exception], str] = {
-    redis.exceptions.AuthenticationError: "WRONGPASS",
-    redis.exceptions.NoPermissionError: "NOPERM",
-    redis.exceptions.BusyLoadingError: "LOADING",
-    redis.exceptions.ClusterDownError: "CLUSTERDOWN",
-    redis.exceptions.ReadOnlyError: "READONLY",
-}
 
 
 class HandshakeRefusedError(Exception):
@@ -89,9 +83,6 @@ def unreachable(address: Address, error: BaseException) -> TierError:
     for cause in _causes(error):
         if isinstance(cause, HandshakeRefusedError):
             return refused(address, cause.code)
-        for kind, code in CODES_OF_EXCEPTIONS.items():
-            if isinstance(cause, kind):
-                return refused(address, "NOAUTH" if _wants_password(cause) else code)
         if (reason := _reason(cause)) is not None:
             return TierError(TIER_TYPE, f"{address} cannot be reached: {reason}")
     return TierError(TIER_TYPE, f"{address} cannot be reached ({type(error).__name__}): is it running?")
@@ -114,10 +105,6 @@ def _reason(cause: BaseException) -> str | None:
     if isinstance(cause, OSError) and cause.errno is not None:
         return f"{os.strerror(cause.errno)}: is it running, and is url right?"
     return None
-
-
-def _wants_password(error: BaseException) -> bool:
-    return str(error).startswith("Authentication required")
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

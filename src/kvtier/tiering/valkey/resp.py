@@ -9,6 +9,7 @@ import re
 import socket
 import ssl
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 from kvtier.tiering.kit.envelope import Buffer
@@ -183,7 +184,13 @@ def encode_set(name: bytes, parts: Iterable[Buffer], num_bytes: int, *options: b
     """
     yield b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (3 + len(options), len(name), name, num_bytes)
     yield from parts
-    yield CRLF + b"".join(b"$%d\r\n%b\r\n" % (len(option), option) for option in options)
+    yield _encode_tail(options)
+
+
+@lru_cache(maxsize=16)
+def _encode_tail(options: tuple[bytes, ...]) -> bytes:
+    """Return what follows the value of a SET: the same for every block of a call. Pure."""
+    return CRLF + b"".join(b"$%d\r\n%b\r\n" % (len(option), option) for option in options)
 
 
 def send_all(sock: socket.socket, buffers: Sequence[Buffer], deadline: Deadline | None = None) -> None:

@@ -32,6 +32,7 @@ class Server:
     def __init__(self) -> None:
         self.used_s: dict[OffloadKey, float] = {}
         self.fails_after: int | None = None
+        self.keeps_all = False
 
     def store(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Keep blocks; return those that were not there."""
@@ -63,10 +64,10 @@ class ServerBlobs(Blobs):
     def get_into(self, targets: Sequence[Target], end_s: float | None) -> list[Got]:
         raise NotImplementedError
 
-    def sizes(self, names: Sequence[str], *, renews: bool) -> dict[str, Size]:
+    def sizes(self, names: Sequence[str], *, is_lookup: bool) -> dict[str, Size]:
         raise NotImplementedError
 
-    def read_each(self, names: Sequence[str], max_bytes: int) -> dict[str, memoryview]:
+    def read_each(self, names: Sequence[str], max_bytes: int, start: int = 0) -> dict[str, memoryview]:
         raise NotImplementedError
 
     def check(self) -> None:
@@ -81,7 +82,7 @@ class ServerBlobs(Blobs):
         self, names: Sequence[str], unless_used_since: Mapping[str, float] | None = None
     ) -> Collection[str]:
         removed = []
-        for name in names:
+        for name in () if self._server.keeps_all else names:
             parsed = self.names.parse(name)
             assert parsed is not None
             if self._server.used_s.pop(OffloadKey(parsed.block), None) is not None:
@@ -171,6 +172,35 @@ def test_what_a_pass_could_not_finish_the_next_one_does() -> None:
         each.run_pass()
         assert held(server) == {"alice": 4, "bob": 3} == each.sums()
         assert not each.counts.is_due
+
+
+@pytest.mark.parametrize("name", ["alice", "carol"])
+def test_a_pass_that_frees_nothing_ends_as_a_failed_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("evictor", "quotas"):
+        monkeypatch.setattr(f"kvtier.tiering.kit.blobs.{module}.MAX_VICTIMS", 2)  # a round takes no more
+    server = Server()
+    engine = Engine(server, {"alice": 4, "*": 4})
+    engine.store(name, range(20))
+    server.keeps_all = True
+    with pytest.raises(TierError, match="none of 2 blobs could be removed"):
+        engine.run_pass()
+    assert engine.counts.is_due
+    server.keeps_all = False
+    engine.run_pass()
+    assert held(server) == {name: 4}
+
+
+def test_a_capacity_that_nothing_can_be_removed_for_ends_a_pass_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.tiering.kit.blobs.evictor.MAX_VICTIMS", 2)
+    server = Server()
+    server.store([key_of_tenant("alice", number) for number in range(20)])
+    server.keeps_all = True
+    evictor = Evictor("fake", ServerBlobs(server), 8 * BLOCK_BYTES, Counters(*CAPACITY_COUNTS))
+    with pytest.raises(TierError, match="none of 2 blobs could be removed"):
+        evictor._run_pass()
+    server.keeps_all = False
+    evictor._run_pass()
+    assert len(server.used_s) == 7
 
 
 def test_a_place_that_cannot_be_listed_is_refused_with_a_remedy() -> None:

@@ -1,33 +1,26 @@
 """The block store over named bytes: what it makes of the outcomes of single names, on a backend of the test's own."""
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from math import inf
 
 import pytest
+from tests.tiering.kit.blobs.shelf import NOW_S, Shelf, ShelfTier
 
 from kvtier.base import OffloadKey, ReqContext
-from kvtier.errors import ConfigError, TierError
+from kvtier.errors import ConfigError
 from kvtier.misses import MissCause
-from kvtier.settings import parse_settings
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, key_of, make_config, make_rows
-from kvtier.tiering.kit.backend import Rows
 from kvtier.tiering.kit.blobs import (
     Blob,
-    Blobs,
-    BlobSettings,
-    BlobTier,
     FolderNames,
     Got,
     GotKind,
     Lent,
-    Listed,
     Put,
     PutKind,
     Size,
-    Target,
 )
 from kvtier.tiering.kit.blobs.recent import REMEMBERED_S
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES
@@ -37,107 +30,6 @@ from kvtier.tiering.kit.place import BlockState
 HANG_GUARD_S = 60.0
 BLOCK_BYTES = ENVELOPE_BYTES + ROW_BYTES
 TTL_S = 1000.0
-NOW_S = 1_800_000_000.0
-
-
-class Shelf(Blobs):
-    """Values in a dictionary, with outcomes that a test sets by name."""
-
-    def __init__(self) -> None:
-        self.names = FolderNames()
-        self.where = "the shelf"
-        self.values: dict[str, tuple[bytes, float]] = {}
-        self.puts: dict[str, Put] = {}
-        self.gots: dict[str, Got] = {}
-        self.sent: list[str] = []
-        self.is_away = False
-        self.cannot_remove = False
-        self.cannot_read = False
-        self.namespaces: list[str] = []
-        self.now_s = NOW_S
-
-    def name_of(self, number: int) -> str:
-        """Return the name of a block, of whatever namespace has it or is spoken of."""
-        suffix = f"/{key_of(number).hex()}.kv"
-        return next(name for name in self.values if name.endswith(suffix))
-
-    def put_new(self, blobs: Sequence[Blob], end_s: float | None) -> list[Put]:
-        self._require_here()
-        return [self._put(blob) for blob in blobs]
-
-    def get_into(self, targets: Sequence[Target], end_s: float | None) -> list[Got]:
-        self._require_here()
-        return [self._get(target) for target in targets]
-
-    def sizes(self, names: Sequence[str], *, renews: bool) -> dict[str, Size]:
-        self._require_here()
-        found = {name: self.values[name] for name in names if name in self.values}
-        return {name: Size(len(value), written_s) for name, (value, written_s) in found.items()}
-
-    def read_each(self, names: Sequence[str], max_bytes: int) -> dict[str, memoryview]:
-        there = () if self.cannot_read else [name for name in names if name in self.values]
-        return {name: memoryview(self.values[name][0])[:max_bytes] for name in there}
-
-    def remove(
-        self, names: Sequence[str], unless_used_since: Mapping[str, float] | None = None
-    ) -> Collection[str]:
-        if self.cannot_remove:
-            raise TierError("shelf", "nothing can be removed now")
-        since = unless_used_since or {}
-        old = [one for one in names if one in self.values and self.values[one][1] <= since.get(one, inf)]
-        return [name for name in old if self.values.pop(name, None) is not None]
-
-    def list_all(self, namespace: str | None = None) -> Iterator[Listed]:
-        for name, (value, written_s) in list(self.values.items()):
-            yield Listed(written_s, name, len(value))
-
-    def list_namespaces(self) -> Sequence[str]:
-        return self.namespaces
-
-    def check(self) -> None:
-        self._require_here()
-
-    def _put(self, blob: Blob) -> Put:
-        self.sent.append(blob.name)
-        outcome = next((put for end, put in self.puts.items() if blob.name.endswith(end)), None)
-        if outcome is not None:
-            return outcome
-        if blob.name in self.values:
-            return Put(PutKind.EXISTED)
-        self.values[blob.name] = b"".join(blob.parts), self.now_s
-        return Put(PutKind.WRITTEN)
-
-    def _get(self, target: Target) -> Got:
-        outcome = next((got for end, got in self.gots.items() if target.name.endswith(end)), None)
-        if outcome is not None:
-            return outcome
-        if target.name not in self.values:
-            return Got(GotKind.ABSENT)
-        value, written_s = self.values[target.name]
-        target.take(memoryview(value))
-        return Got(GotKind.READ, len(value), written_s)
-
-    def _require_here(self) -> None:
-        if self.is_away:
-            raise TierError("shelf", "nobody answers")
-
-
-class ShelfTier(BlobTier):
-    """A tier on the shelf of the test."""
-
-    own_settings = BlobSettings
-    place_setting = "num_threads"
-    shelf: Shelf
-
-    @staticmethod
-    def get_tier_type() -> str:
-        return "shelf"
-
-    @classmethod
-    def open_blobs(cls, own: Mapping[str, object], clock: Callable[[], float], rows: Rows | None) -> Shelf:
-        del clock, rows
-        cls.shelf.settings = parse_settings(BlobSettings, own)
-        return cls.shelf
 
 
 Start = Callable[..., TierDriver]
@@ -355,21 +247,16 @@ def test_a_document_that_is_locked_is_no_sign_of_lost_data(
 
 
 class ForgetfulShelf(Shelf):
-    """Tells no lengths in lookups and no times in listings, and may drop a document before its blocks."""
+    """Tells no lengths in lookups and no times in listings."""
 
     has_times = False
-    describes_again_s = 600.0
 
-    def find(self, names: Sequence[str], *, renews: bool) -> dict[str, Size | None]:
-        self._require_here()
-        return {name: None for name in names if name in self.values}
+    def sizes(self, names: Sequence[str], *, is_lookup: bool) -> dict[str, Size]:
+        found = super().sizes(names, is_lookup=is_lookup)
+        return dict.fromkeys(found, Size(None)) if is_lookup else found
 
     def stats(self) -> dict[str, float]:
         return {"values": len(self.values)}
-
-    def documents(self) -> list[str]:
-        """Return the names of the documents that are there."""
-        return [name for name in self.values if name.endswith("namespace.json")]
 
 
 def test_a_blob_without_a_length_is_held_until_it_is_read(start: Start) -> None:
@@ -388,34 +275,6 @@ def test_a_backend_has_counts_of_its_own(start: Start) -> None:
     assert driver.store([1]).success
     stats = driver.tier.stats()
     assert (stats["values"], stats["stored_blocks"]) == (2, 1)
-
-
-def test_a_document_that_may_be_dropped_is_written_again_with_a_later_store_and_says_nothing_of_blocks(
-    start: Start, clock: ManualClock, caplog: pytest.LogCaptureFixture
-) -> None:
-    shelf = ShelfTier.shelf = ForgetfulShelf()
-    driver = start()
-    driver.tier.check_reachable()
-    assert not shelf.documents(), "none before the first blocks"
-    assert driver.store([1]).success
-    (document,) = shelf.documents()
-    del shelf.values[document]
-    assert driver.store([2]).success
-    clock.advance(shelf.describes_again_s)
-    assert not driver.load([9]).success
-    assert not shelf.documents()
-    assert driver.store([3]).success
-    assert shelf.documents() == [document]
-    assert not driver.tier.drain_emptied()
-    assert not lines_of(caplog)
-
-
-def test_where_a_document_may_be_dropped_the_namespace_of_a_reset_has_none(start: Start) -> None:
-    shelf = ShelfTier.shelf = ForgetfulShelf()
-    driver = start()
-    driver.tier.reset(b"e" * 16)
-    assert driver.store([1]).success
-    assert not shelf.documents()
 
 
 def test_a_listing_without_times_serves_inspection_and_nothing_that_goes_by_age(start: Start) -> None:

@@ -132,10 +132,17 @@ class Target(ABC):
 
 
 class Size(NamedTuple):
-    """What there is of a blob without reading it; ``written_s`` as in ``Got``."""
+    """What there is of a blob without reading it.
 
-    num_bytes: int
+    Attributes:
+        num_bytes: its length; None where a lookup does not tell it: such a blob counts as whole until it is read.
+        written_s: as in ``Got``.
+        num_disk_blocks: how many blocks of 512 bytes it takes on this machine's disk; None where that is not known.
+    """
+
+    num_bytes: int | None
     written_s: float | None = None
+    num_disk_blocks: int | None = None
 
 
 class Listed(NamedTuple):
@@ -272,13 +279,8 @@ class Blobs(ABC):
             nothing, and the same is refused but for the inspection.
         expires_itself: whether it keeps ``ttl_s`` itself.
         renews: whether a use of a blob begins its time to live again.
-        describes_again_s: seconds after which an engine that stores writes its namespace's document again, in a backend
-            that may drop it before the blocks. There a lost document says nothing of them, and the namespace of a reset
-            has none, so that it takes no other's room. None: a document stays as long as its blocks.
         fate: what becomes of blocks that no engine uses and no capacity evicts, as the end of "they are not readable
             and".
-        proof: what ``check_writing`` has shown when it passes, as the end of a sentence about the backend.
-        listing_remedy: what lets us list, as the end of "let the user".
     """
 
     names: BlobNames
@@ -288,10 +290,7 @@ class Blobs(ABC):
     has_times: bool = True
     expires_itself: bool = False
     renews: bool = False
-    describes_again_s: float | None = None
     fate: str = "stay until the store's own rules remove them"
-    proof: str = "answers and may be read"
-    listing_remedy: str = "list it"
 
     @abstractmethod
     def put_new(self, blobs: Sequence[Blob], end_s: float | None) -> list[Put]:
@@ -307,24 +306,23 @@ class Blobs(ABC):
         """Read blobs, and call ``landed`` of each that was read; return the outcomes in their order. Likewise."""
 
     @abstractmethod
-    def sizes(self, names: Sequence[str], *, renews: bool) -> Mapping[str, Size]:
+    def sizes(self, names: Sequence[str], *, is_lookup: bool) -> Mapping[str, Size]:
         """Return the lengths of those that exist; a name without an answer counts as absent.
 
         Args:
             names: to look for.
-            renews: whether this is a use.
+            is_lookup: whether a request asks: it is a use, and lengths may be left out where they take more calls.
         """
-
-    def find(self, names: Sequence[str], *, renews: bool) -> Mapping[str, Size | None]:
-        """Return which of some names exist, with what ``sizes`` says of them, or None where that takes more calls.
-
-        A blob without a length counts as whole until it is read. Arguments as of ``sizes``.
-        """
-        return self.sizes(names, renews=renews)
 
     @abstractmethod
-    def read_each(self, names: Sequence[str], max_bytes: int) -> Mapping[str, memoryview]:
-        """Return the beginnings of those that exist, likewise; it is no use of them."""
+    def read_each(self, names: Sequence[str], max_bytes: int, start: int = 0) -> Mapping[str, memoryview]:
+        """Return parts of those that exist, less where they end before; it is no use of them.
+
+        Args:
+            names: to read.
+            max_bytes: of each, at most.
+            start: offset of the first of these bytes.
+        """
 
     @abstractmethod
     def remove(
@@ -355,10 +353,10 @@ class Blobs(ABC):
         """Return namespaces that have something here, those first that were written to last, if that is known."""
         return ()
 
-    def count_blocks(self, namespace: str) -> BlockCount | None:
-        """Return how many blocks a namespace has, at a bounded cost; None where that cannot be."""
+    def count_blocks(self, namespace: str) -> BlockCount:
+        """Return how many blocks a namespace has, as far as that can be counted at a bounded cost."""
         del namespace
-        return None
+        return BlockCount(0, is_whole=False)
 
     def read_capacity_bytes(self) -> int | None:
         """Return the most that is kept there; None: there is no limit that is known."""
@@ -369,16 +367,6 @@ class Blobs(ABC):
         body = document.encode()
         (put,) = self.put_new([Blob(self.names.document(namespace), [body], len(body))], None)
         return put
-
-    def read_part(self, name: str, start: int, num_bytes: int) -> memoryview:
-        """Return part of a blob, less where it ends before; for ``verify``, of what is too long to be read at once."""
-        found = self.read_each([name], start + num_bytes).get(name)
-        return memoryview(b"") if found is None else found[start:]
-
-    def count_disk_blocks(self, name: str) -> int | None:
-        """Return how many blocks of 512 bytes a blob takes on this machine's disk; None where that is not known."""
-        del name
-        return None
 
     def remove_namespace(self, namespace: str, tenant: int | None) -> Batches:
         """Remove every block of a namespace, or those of one tenant by its number, a batch for each item.
@@ -409,7 +397,9 @@ class Blobs(ABC):
             has_scratch: whether blocks are encrypted into other memory than the primary's.
         """
         del has_scratch
-        return nullcontext([Lent(memoryview(bytearray(ENVELOPE_BYTES))) for _ in range(num_blocks)])
+        headers = memoryview(bytearray(num_blocks * ENVELOPE_BYTES))
+        starts = range(0, num_blocks * ENVELOPE_BYTES, ENVELOPE_BYTES)
+        return nullcontext([Lent(headers[begin : begin + ENVELOPE_BYTES]) for begin in starts])
 
     def stats(self) -> dict[str, float]:
         """Return counts and gauges of the backend's own by name."""

@@ -126,7 +126,7 @@ class Evictor:
         try:
             next(iter(self._blobs.list_all()), None)
         except TierError as error:
-            remedy = f"let the user {self._blobs.listing_remedy}, or leave the tier out of quota_bytes"
+            remedy = "let the user list it, or leave the tier out of quota_bytes"
             raise TierError(self._tier, f"quota_bytes cannot be kept ({error}): {remedy}") from None
 
     def on_opened(self, namespace: Namespace) -> None:
@@ -236,7 +236,11 @@ class Evictor:
             self._ended_bytes -= seen_bytes
 
     def _run_round(self) -> bool:
-        """Delete the oldest; return whether the mark is reached or nothing is left to do."""
+        """Delete the oldest; return whether the mark is reached or nothing is left to do.
+
+        Raises:
+            TierError: more has to leave than one round takes, and this one has freed nothing.
+        """
         listing = OwnListing(self._blobs.list_all(), self._blobs.names)
         counted = listing if self._quotas is None else self._quotas.counted(listing)
         oldest = heapq.nsmallest(MAX_VICTIMS, counted)
@@ -248,6 +252,7 @@ class Evictor:
             is_all = len(victims) < MAX_VICTIMS
         else:
             victims, is_all = self._quotas.plan(oldest, over, excess_bytes, self._list_own)
+        num_removed = 0
         for begin in range(0, len(victims), PAGE_BLOBS):
             if self._is_closed:
                 return True
@@ -259,9 +264,12 @@ class Evictor:
                 )
             )
             page = [victim for victim in page if victim.name in removed]
+            num_removed += len(page)
             if self._quotas is not None:
                 self._quotas.on_removed(page)
             self._counters.add(evicted=len(page), evicted_bytes=sum(victim.num_bytes for victim in page))
+        if not (is_all or num_removed):
+            raise TierError(self._tier, f"none of {len(victims)} blobs could be removed")
         return is_all
 
     def _list_own(self) -> Iterable[Listed]:

@@ -1,7 +1,6 @@
 """Blocks on their way to and from blobs: sealed when their parts are sent, checked when they have landed."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -20,24 +19,21 @@ class BlockToStore(NamedTuple):
     name: str
 
 
-@dataclass(frozen=True, slots=True)
 class SealedBlock:
     """The parts of a block; its header is made when they are iterated, while those before it are on their way."""
 
-    format: BlockFormat
-    key: OffloadKey
-    row: memoryview
-    lent: Lent
+    __slots__ = ("_format", "_key", "_lent", "_row")
+
+    def __init__(self, block_format: BlockFormat, key: OffloadKey, row: memoryview, lent: Lent) -> None:
+        self._format, self._key, self._row, self._lent = block_format, key, row, lent
 
     def __iter__(self) -> Iterator[Buffer]:
-        """Yield header and payload."""
-        header, payload = self.format.seal(self.key, self.row, self.lent.scratch)
-        if self.lent.is_registered:
-            self.lent.header[:] = header
-            yield self.lent.header
-        else:
-            yield header
-        yield payload
+        """Return header and payload."""
+        header, payload = self._format.seal(self._key, self._row, self._lent.scratch)
+        if not self._lent.is_registered:
+            return iter((header, payload))
+        self._lent.header[:] = header
+        return iter((self._lent.header, payload))
 
 
 class BlockTarget(Target):

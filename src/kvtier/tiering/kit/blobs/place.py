@@ -128,31 +128,26 @@ class BlobPlace(Place):
 
     def _check_once(self, block: PlaceBlock, name: bytes) -> BlockState:
         address = block.address
-        size = self._blobs.sizes([address], renews=False).get(address)
+        size = self._blobs.sizes([address], is_lookup=False).get(address)
         if size is None:
             return BlockState.GONE
-        if size.num_bytes > MAX_WHOLE_BYTES:
-            return self._check_long(block, name, size.num_bytes)
+        if size.num_bytes is not None and size.num_bytes > MAX_WHOLE_BYTES:
+            return check_in_pieces(
+                self._read(address, 0, ENVELOPE_BYTES),
+                size.num_bytes - ENVELOPE_BYTES,
+                lambda offset, length: self._read(address, ENVELOPE_BYTES + offset, length),
+                block.namespace,
+                name,
+                self.opener,
+                num_disk_blocks=size.num_disk_blocks,
+            )
         found = self._blobs.read_each([address], MAX_WHOLE_BYTES).get(address)
         if found is None:
             return BlockState.UNREADABLE  # or removed meanwhile: the second look finds out
         return check_value(found, block.namespace, name, self.opener)
 
-    def _check_long(self, block: PlaceBlock, name: bytes, num_bytes: int) -> BlockState:
-        address = block.address
-
-        def read(offset: int, length: int) -> memoryview:
-            return self._blobs.read_part(address, ENVELOPE_BYTES + offset, length)
-
-        return check_in_pieces(
-            self._blobs.read_part(address, 0, ENVELOPE_BYTES),
-            num_bytes - ENVELOPE_BYTES,
-            read,
-            block.namespace,
-            name,
-            self.opener,
-            num_disk_blocks=self._blobs.count_disk_blocks(address),
-        )
+    def _read(self, address: str, start: int, num_bytes: int) -> memoryview:
+        return self._blobs.read_each([address], num_bytes, start).get(address, memoryview(b""))
 
 
 def _as_text(document: memoryview | None) -> str:
@@ -187,12 +182,12 @@ class BlobSiblings(SiblingPlace):
 
     def held_by(self, names: Sequence[str], keys: Sequence[OffloadKey]) -> str | None:
         asked = {self._blobs.names.block(name, key): name for name in names for key in keys}
-        there = {asked[name] for name in self._blobs.find(list(asked), renews=False)}
+        there = {asked[name] for name in self._blobs.sizes(list(asked), is_lookup=False)}
         return next((name for name in names if name in there), None)
 
     def held_in(self, name: str, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
         asked = {self._blobs.names.block(name, key): key for key in keys[:MAX_ASKED]}
-        return [asked[found] for found in self._blobs.find(list(asked), renews=False)]
+        return [asked[found] for found in self._blobs.sizes(list(asked), is_lookup=False)]
 
     def note_siblings(self, siblings: Sequence[Sibling]) -> None:
         # A namespace that was written to has its description, so it is not empty by mistake.
@@ -201,7 +196,7 @@ class BlobSiblings(SiblingPlace):
             return
         count = self._blobs.count_blocks(siblings[0].name)
         num_blocks = "an unknown number of"
-        if count is not None and (count.is_whole or count.num_blocks):
+        if count.is_whole or count.num_blocks:
             num_blocks = str(count.num_blocks) if count.is_whole else f"{count.num_blocks} or more"
         log_siblings(self._tier, self._own_name, siblings[0], num_blocks)
 
@@ -209,9 +204,8 @@ class BlobSiblings(SiblingPlace):
         num_bytes, is_whole = 0, len(documents) <= MAX_MEASURED
         for name, document in documents[:MAX_MEASURED]:
             count, row_bytes = self._blobs.count_blocks(name), row_bytes_of(document)
-            if count is not None:
-                num_bytes += count.num_blocks * (row_bytes or 0)
-            is_whole = is_whole and count is not None and count.is_whole and row_bytes is not None
+            num_bytes += count.num_blocks * (row_bytes or 0)
+            is_whole = is_whole and count.is_whole and row_bytes is not None
         if not num_bytes:
             return UNKNOWN_AMOUNT
         return amount_in_words(num_bytes) if is_whole else f"at least {amount_in_words(num_bytes)}"

@@ -7,7 +7,6 @@ that answers for none fails the call.
 
 import copy
 import logging
-import math
 import threading
 import time
 from collections import Counter
@@ -75,45 +74,34 @@ MAX_ASKED = 64
 class BlobNamespace:
     """What a job needs to know of the namespace it was submitted in; a reset opens another one.
 
-    Mutable is when the description is due. ``_lock`` guards it.
+    Mutable is whether the description was written. ``_lock`` guards it.
 
     Args:
         identity: what makes its blocks its own: model, layout, epoch.
-        again_s: seconds from one description to the next; None: one is enough.
-        is_described: whether none is to be written.
+
+    Attributes:
+        is_described: whether the readable description has been written, or is about to be.
     """
 
-    def __init__(
-        self, identity: Namespace, again_s: float | None = None, *, is_described: bool = False
-    ) -> None:
+    def __init__(self, identity: Namespace) -> None:
         self.identity = identity
         self.name = identity.name
         self.format = format_of(identity)
+        self.is_described = False
         self._lock = threading.Lock()
-        self._again_s = math.inf if again_s is None else again_s
-        self._due_s = math.inf if is_described else -math.inf
 
-    def begin_description(self, now_s: float) -> bool:
-        """Return whether the caller is the one to write the readable description; True once, or again when it is due.
+    def begin_description(self) -> bool:
+        """Return whether the caller is the one to write the readable description.
 
         Servers are slow when many create one blob at once, and blocks need not wait for it.
         """
         with self._lock:
-            is_due = self._due_s <= now_s
-            if is_due:
-                self._due_s = now_s + self._again_s
+            is_due, self.is_described = not self.is_described, True
             return is_due
-
-    @property
-    def is_described(self) -> bool:
-        """Whether the readable description has been written, or is about to be."""
-        with self._lock:
-            return self._due_s > -math.inf
 
     def drop_description(self) -> None:
         """Leave the description to the next one, as it could not be written."""
-        with self._lock:
-            self._due_s = -math.inf
+        self.is_described = False
 
 
 class BlobStore(BlockStore[BlobNamespace], PageKeeper[BlobNamespace]):
@@ -159,16 +147,14 @@ class BlobStore(BlockStore[BlobNamespace], PageKeeper[BlobNamespace]):
         self._evictor = evictor
         self._counters = counters
         self._lifetime = lifetime
-        self._clock = clock
         self._wall_clock = wall_clock
         self._recent = RecentBlobs(clock, blobs.settings.ttl_s)
         self._failures = FailureLog(tier, clock)
         self._last_opened: BlobNamespace | None = None
 
     def open_namespace(self, identity: Namespace, *, is_new: bool) -> BlobNamespace:
-        again_s = self._blobs.describes_again_s
-        is_described = is_new and again_s is not None
-        self._last_opened = BlobNamespace(identity, again_s, is_described=is_described)
+        del is_new
+        self._last_opened = BlobNamespace(identity)
         if self._evictor is not None:
             self._evictor.on_opened(identity)
         return self._last_opened
@@ -184,23 +170,23 @@ class BlobStore(BlockStore[BlobNamespace], PageKeeper[BlobNamespace]):
         has_written = self._blobs.check_writing()
         if self._evictor is not None:
             self._evictor.check()
-        if not has_written and self._blobs.describes_again_s is None:
+        if not has_written:
             namespace.drop_description()
             self._describe(namespace)
 
     def contains_batch(self, namespace: BlobNamespace, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         names = self._names_of(namespace, keys)
-        found = self._blobs.find(names, renews=self._blobs.renews)
+        found = self._blobs.sizes(names, is_lookup=True)
         held: list[OffloadKey] = []
         expired: list[OffloadKey] = []
         unsound: list[str] = []
         for key, name in zip(keys, names, strict=True):
-            if name not in found:
+            size = found.get(name)
+            if size is None:
                 continue
-            size = found[name]
-            if size is not None and self._is_over(size.written_s):
+            if self._is_over(size.written_s):
                 expired.append(key)
-            elif size is None or size.num_bytes == self._block_bytes:
+            elif size.num_bytes in (None, self._block_bytes):
                 held.append(key)
             else:
                 unsound.append(name)
@@ -236,10 +222,16 @@ class BlobStore(BlockStore[BlobNamespace], PageKeeper[BlobNamespace]):
             lost = {block.key for block in unsure} - whole - again.keys()
         else:
             lost = set()
-        held = [block.key for block, put in puts if put.kind in HELD and block.key not in lost]
+        there = [
+            block
+            for block, put in puts
+            # An enumeration's member is slow to hash, and this is done for each block.
+            if (put.kind is PutKind.WRITTEN or put.kind is PutKind.EXISTED) and block.key not in lost
+        ]
+        held = [block.key for block in there]
         self._count_stored(puts, len(blocks) - len(todo))
-        if held:
-            self._recent.add(block.name for block, put in puts if put.kind in HELD and block.key not in lost)
+        if there:
+            self._recent.add(block.name for block in there)
         if len(todo) < len(blocks):
             asked = {block.key for block in todo}
             held += [key for key in keys if key not in asked]
@@ -288,13 +280,10 @@ class BlobStore(BlockStore[BlobNamespace], PageKeeper[BlobNamespace]):
         return TransferOutcome(succeeded, is_fault=bool(faults), faults=faults)
 
     def restore_description(self, namespace: BlobNamespace) -> bool:
-        if not namespace.is_described or self._blobs.describes_again_s is not None:
-            return False
-        put = self._blobs.put_document(namespace.name, namespace.identity.document)
-        if put.kind is not PutKind.WRITTEN:
+        if not namespace.is_described or self._put_document(namespace) is not PutKind.WRITTEN:
             return False
         # It may have been evicted alone: a store that evicts by use sees no use of it.
-        if self._blobs.sizes(self._recent.choose(MAX_ASKED), renews=False):
+        if self._blobs.sizes(self._recent.choose(MAX_ASKED), is_lookup=False):
             return False
         self._recent.clear()
         return True
@@ -338,16 +327,17 @@ class BlobStore(BlockStore[BlobNamespace], PageKeeper[BlobNamespace]):
         )
 
     def _describe(self, namespace: BlobNamespace) -> None:
-        if not namespace.begin_description(self._clock()):
+        if not namespace.begin_description():
             return
         is_there = False
         try:
-            put = self._blobs.put_document(namespace.name, namespace.identity.document)
-            is_there = put.kind in (PutKind.WRITTEN, PutKind.EXISTED)
+            is_there = self._put_document(namespace) in HELD
         finally:
-            # One that is written again later is not worth a try with each store until then.
-            if not is_there and self._blobs.describes_again_s is None:
+            if not is_there:
                 namespace.drop_description()
+
+    def _put_document(self, namespace: BlobNamespace) -> PutKind:
+        return self._blobs.put_document(namespace.name, namespace.identity.document).kind
 
     def _put(self, namespace: BlobNamespace, blocks: Sequence[BlockToStore]) -> list[Put]:
         """Write blocks as far as there is room for them; return the outcomes in their order."""
@@ -392,7 +382,7 @@ class BlobStore(BlockStore[BlobNamespace], PageKeeper[BlobNamespace]):
         whole = set(self.contains_batch(namespace, [block.key for block in unsure]))
         if self._lifetime is None or len(whole) == len(unsure):
             return whole, {}
-        sizes = self._blobs.sizes([block.name for block in unsure], renews=False)
+        sizes = self._blobs.sizes([block.name for block in unsure], is_lookup=False)
         # One that is gone was over too: the evictor has removed it meanwhile.
         over = [
             one for one in unsure if (size := sizes.get(one.name)) is None or self._is_over(size.written_s)
@@ -404,12 +394,13 @@ class BlobStore(BlockStore[BlobNamespace], PageKeeper[BlobNamespace]):
 
     def _count_stored(self, puts: Sequence[tuple[BlockToStore, Put]], num_recent: int) -> None:
         counts = {"existed": num_recent}
+        kinds = [put.kind for _, put in puts]
+        for kind, name in COUNT_OF_PUT.items():
+            counts[name] = counts.get(name, 0) + kinds.count(kind)
         for block, put in puts:
-            name = COUNT_OF_PUT[put.kind]
-            counts[name] = counts.get(name, 0) + 1
             if put.words:
                 self._failures.on_failure("stored", block.name, self._block_bytes, put.words)
-        counts["stored_bytes"] = counts.get("stored_blocks", 0) * self._rows.row_bytes
+        counts["stored_bytes"] = counts["stored_blocks"] * self._rows.row_bytes
         self._counters.add(**counts)
 
     def _failure_of(self, target: BlockTarget, got: Got) -> TierFailure | None:

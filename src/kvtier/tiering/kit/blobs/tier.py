@@ -143,10 +143,10 @@ class BlobTier(ThreadedTier[BlobNamespace]):
     def probe(cls, own: Mapping[str, object]) -> list[TierFinding]:
         try:
             with closing(cls.open_blobs(own, time.monotonic, None)) as blobs:
-                blobs.check_writing()
+                proof = "lets us write" if blobs.check_writing() else "may be read"
         except TierError as error:
             return [TierFinding(is_good=False, text=str(error))]
-        return [TierFinding(is_good=True, text=f"{blobs.where} {blobs.proof}")]
+        return [TierFinding(is_good=True, text=f"{blobs.where} answers and {proof}")]
 
     def explain(
         self, key: OffloadKey, req_context: ReqContext, behind: Sequence[OffloadKey] = ()
