@@ -14,6 +14,7 @@ from functools import partial
 from itertools import groupby
 
 from kvtier.base import OffloadKey
+from kvtier.departed import Loss
 from kvtier.tiering.packs.directory import PackDirectory
 from kvtier.tiering.packs.documents import write_document
 from kvtier.tiering.packs.neighbours import (
@@ -223,7 +224,9 @@ class PackCatalog:
             blocks = self.table.remove_pack(number) or []
             reader = self.directory.open(namespace.name, pack.name)
             if reader is None:
-                self.table.report_gone([block.key for block in blocks if block.key is not None])
+                self.table.report_gone(
+                [block.key for block in blocks if block.key is not None], Loss.REMOVED
+            )
             else:
                 self._add_reader(namespace, reader, blocks)
             end = partial(self._release, used_s=used_s, is_first_to_go=is_first_to_go)
@@ -352,22 +355,25 @@ class PackCatalog:
             contents = list(contents_of(records, namespace))
             self._note(namespace, namespace.neighbours.apply(pack.number, contents, is_all=is_new))
 
-    def _note(self, namespace: PackNamespace, difference: Difference) -> None:
+    def _note(self, namespace: PackNamespace, difference: Difference, loss: Loss = Loss.EVICTED) -> None:
         if namespace is self._namespace and (difference.added or difference.removed):
-            self.table.count_neighbours(*difference)
+            self.table.count_neighbours(*difference, loss)
 
     def _forget(self, namespace: PackNamespace, pack: Pack, *, is_alone: bool = True) -> None:
         """Forget a pack that is not there any more; the log names one that is gone alone."""
         blocks = self.table.remove_pack(pack.number)
         if blocks is None:
             _, difference = namespace.neighbours.remove_pack(pack.number)
-            self._note(namespace, difference)
+            # A single pack of others may have made room for another one.
+            self._note(namespace, difference, Loss.EVICTED if is_alone else Loss.REMOVED)
         else:
             if is_alone:
                 logger.warning(
                     "tier %s: %s was removed: its %d blocks are misses", self.tier, pack.path, len(blocks)
                 )
-            self.table.report_gone([block.key for block in blocks if block.key is not None])
+            self.table.report_gone(
+                [block.key for block in blocks if block.key is not None], Loss.REMOVED
+            )
         self.packs.retire(pack.number, Pack.close)
 
     def _adopt(self, namespace: PackNamespace, name: str) -> bool:

@@ -162,15 +162,18 @@ class PackSiblings:
         siblings = describe_siblings(self._tier, own, documents)
         blocks = DepartedBlocks(MAX_SIBLING_BLOCKS)
         num_blocks = 0
+        found: list[tuple[list[OffloadKey], int]] = []
         for sibling in siblings:
             kind = blocks.add_kind(sibling.miss)
             num_before = num_blocks
             for keys in self._read_packs(sibling.name):
-                blocks.report(keys[: MAX_SIBLING_BLOCKS - num_blocks], kind)
+                found.append((keys[: MAX_SIBLING_BLOCKS - num_blocks], kind))
                 num_blocks += len(keys)
             if is_empty and self._is_first and num_blocks > num_before and not sibling.has_other_layout:
                 log_siblings(self._tier, own.name, sibling, str(num_blocks - num_before))
                 is_empty = False
+        for keys, kind in reversed(found):  # of a block that several hold, the nearest is said last and stays
+            blocks.report(keys, kind)
         other_keys = [sibling.miss for sibling in siblings if sibling.has_other_keys]
         self._suspected = other_keys[0]._replace(cause=MissCause.NEVER_SEEN) if other_keys else None
         self._blocks = blocks if num_blocks else None
