@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,8 @@ from kvtier.namespace import Namespace
 from kvtier.tenants import OTHERS_LABEL, make_tenants, tenant_number
 from kvtier.testing.tier_suite import make_config
 from kvtier.tiering.kit.tenant_counts import TenantCounts, make_tenant_counts
-from kvtier.tiering.packs.neighbours import Neighbours, PackNamespace, SlotContent
+from kvtier.tiering.packs.block_accounts import BlockAccounts
+from kvtier.tiering.packs.neighbours import NO_CONTENTS, Neighbours, PackContents, PackNamespace
 from kvtier.tiering.packs.slot_table import SlotTable
 
 NUMBERS = (0, tenant_number("alice"), tenant_number("bob"))
@@ -56,11 +58,13 @@ def test_without_tenants_nothing_is_counted() -> None:
 )
 def test_the_slot_table_counts_what_it_holds(policy: str, steps: list[tuple[bool, list[OffloadKey]]]) -> None:
     counts = make_counts()
-    table = SlotTable(lambda: create_cache_policy(policy, 6), lambda: 1e9, tenant_counts=counts)
+    table = SlotTable(
+        lambda: create_cache_policy(policy, 6), lambda: 1e9, BlockAccounts(tenant_counts=counts)
+    )
     namespace = make_namespace()
     table.open_namespace(namespace)
     for number in (1, 2):
-        assert table.add_pack(namespace, number, 3, ())
+        assert table.add_pack(namespace, number, 3, NO_CONTENTS)
     for is_good, keys in steps:
         plan = table.prepare_store(namespace, keys)
         table.complete_drops(plan)
@@ -76,10 +80,11 @@ def test_the_slot_table_counts_what_it_holds(policy: str, steps: list[tuple[bool
 
 def test_what_was_adopted_and_what_neighbours_hold_counts() -> None:
     counts = make_counts()
-    table = SlotTable(lambda: create_cache_policy("lru", 6), lambda: 1e9, tenant_counts=counts)
+    table = SlotTable(lambda: create_cache_policy("lru", 6), lambda: 1e9, BlockAccounts(tenant_counts=counts))
     namespace = make_namespace()
     table.open_namespace(namespace)
-    table.add_pack(namespace, 1, 3, [SlotContent(slot, key, 1, 1) for slot, key in enumerate(KEYS[:3])])
+    times = np.ones(3, np.uint32)
+    table.add_pack(namespace, 1, 3, PackContents(np.arange(3), KEYS[:3], times, times))
     assert counts.num_blocks == expected(KEYS[:3])
     table.count_neighbours(KEYS[5:8], ())
     assert counts.num_blocks == expected([*KEYS[:3], *KEYS[5:8]])
