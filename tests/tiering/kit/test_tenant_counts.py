@@ -67,7 +67,7 @@ def test_the_slot_table_counts_what_it_holds(policy: str, steps: list[tuple[bool
         assert table.add_pack(namespace, number, 3, NO_CONTENTS)
     for is_good, keys in steps:
         plan = table.prepare_store(namespace, keys)
-        table.complete_drops(plan)
+        table.complete_drops(plan, ())
         table.complete_store(plan.pins, keys if is_good else keys[:1])
         pins = [pin for pin in table.prepare_load(namespace, keys) if pin is not None]
         table.complete_load(pins, () if is_good else keys[-1:])

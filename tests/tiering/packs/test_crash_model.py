@@ -102,7 +102,7 @@ class PackMachine(RuleBasedStateMachine):
         self.root = Path(self.folder.name) / "fs"
         self.copy = Path(self.folder.name) / "copy"
         self.model = "model-a"
-        self.num_resets = 0
+        self.num_resets = self.num_epochs = 0
         self.start()
 
     def start(self) -> None:
@@ -156,7 +156,8 @@ class PackMachine(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         self.num_resets += 1
-        self.driver.tier.reset(self.num_resets.to_bytes(16, "big"))
+        self.num_epochs += 1  # each is another one, in every life
+        self.driver.tier.reset(self.num_epochs.to_bytes(16, "big"))
         assert self.held() == []
 
     @rule(model=models)
