@@ -76,6 +76,7 @@ def lose_and_find(disk: Disk, root: Path, log: Lines) -> None:
     below = set(disk.at.rglob("*"))
     driver.poll_until(lambda: not driver.lookup(1) and not driver.lookup(2))
     assert driver.load_right([1, 2]) == set()
+    driver.poll_until(lambda: driver.store([9]).is_fault)  # until then it has no room
     for number in range(10, 16):
         result = driver.store([number])
         assert (result.success, result.is_fault) == (False, True)
@@ -102,29 +103,9 @@ def unmounted_below(folder: Path, log: Lines) -> None:
     lose_and_find(disk, disk.at / "cache" / "kvtier", log)
 
 
-def read_only(folder: Path, log: Lines) -> None:
-    """The file system is mounted read-only for a while: what is there is loaded, and nothing stored."""
-    disk = Disk(folder)
-    driver = start_fs(disk.at / "kvtier")
-    assert driver.store([1, 2]).success
-    driver.poll_until(lambda: driver.tier.drain(1.0))
-    run("mount", "-o", "remount,ro", disk.at)
-    for number in range(10, 16):
-        result = driver.store([number])
-        assert (result.success, result.is_fault) == (False, True)
-    assert driver.load_right([1, 2]) == {1, 2}
-    assert len(log.lines) == 1, log.lines
-    run("mount", "-o", "remount,rw", disk.at)
-    driver.poll_until(lambda: driver.store([3]).success)
-    assert driver.load_right([1, 2, 3]) == {1, 2, 3}
-    assert len(log.lines) == 2, log.lines
-    assert driver.tier.shutdown(HANG_GUARD_S)
-
-
 SCENARIOS: dict[str, Callable[[Path, Lines], None]] = {
     "unmounted": unmounted,
     "unmounted-below": unmounted_below,
-    "read-only": read_only,
 }
 
 
