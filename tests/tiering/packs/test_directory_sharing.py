@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.tiering.packs.directory_peer import Peer
 from tests.tiering.packs.packed import (
     CAPACITY_BYTES,
     NAMESPACE,
@@ -17,7 +18,6 @@ from tests.tiering.packs.packed import (
     stored,
     used_on_disk,
 )
-from tests.tiering.packs.peer import Peer
 
 from kvtier.tiering.packs.pack import Pack
 from kvtier.tiering.packs.pack_header import disk_bytes_of

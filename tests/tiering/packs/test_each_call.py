@@ -17,7 +17,6 @@ KINDS = {
     "open",
     "flock",
     "fstat",
-    "ftruncate",
     "fallocate",
     "preadv",
     "pwritev",

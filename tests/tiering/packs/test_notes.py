@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.tiering.packs.directory_peer import Peer
 from tests.tiering.packs.packed import NAMESPACE, Faults, no_file_stays_open
-from tests.tiering.packs.peer import Peer
 
+from kvtier.tiering.packs import directory_lock
 from kvtier.tiering.packs.directory_lock import DirectoryLock
 from kvtier.tiering.packs.notes import (
     MAX_DAMAGED,
@@ -238,7 +239,10 @@ def test_notes_of_a_killed_process_do_not_count_and_are_removed(root: Path) -> N
         assert (root / "own.notes").exists()
 
 
-def test_dead_notes_stay_while_another_process_keeps_the_lock(root: Path) -> None:
+def test_dead_notes_stay_while_another_process_keeps_the_lock(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory_lock, "LOCK_WAIT_S", 1.0)
     (root / "dead.notes").write_bytes(STATE.pack())
     others = OthersNotes(root, "other")
     assert others.poll() == []

@@ -224,9 +224,7 @@ class PackCatalog:
             blocks = self.table.remove_pack(number) or []
             reader = self.directory.open(namespace.name, pack.name)
             if reader is None:
-                self.table.report_gone(
-                [block.key for block in blocks if block.key is not None], Loss.REMOVED
-            )
+                self.table.report_gone([block.key for block in blocks if block.key is not None], Loss.REMOVED)
             else:
                 self._add_reader(namespace, reader, blocks)
             end = partial(self._release, used_s=used_s, is_first_to_go=is_first_to_go)
@@ -371,9 +369,7 @@ class PackCatalog:
                 logger.warning(
                     "tier %s: %s was removed: its %d blocks are misses", self.tier, pack.path, len(blocks)
                 )
-            self.table.report_gone(
-                [block.key for block in blocks if block.key is not None], Loss.REMOVED
-            )
+            self.table.report_gone([block.key for block in blocks if block.key is not None], Loss.REMOVED)
         self.packs.retire(pack.number, Pack.close)
 
     def _adopt(self, namespace: PackNamespace, name: str) -> bool:
