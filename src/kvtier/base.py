@@ -419,6 +419,10 @@ class OffloadingSpec(ABC):
         """Return the KV groups whose blocks the handlers can compare."""
         return frozenset()
 
+    def describe_start(self) -> list[str]:
+        """Return what an operator wants to know of the scheduler's half once it is built, a line each."""
+        return []
+
     def detach_kv_caches(self) -> None:
         """Drop every reference to a device tensor when begun copies have ended; what was stored stays. Idempotent.
 

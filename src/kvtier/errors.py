@@ -191,6 +191,11 @@ SYSTEM_PACKAGES = {"mooncake": "libibverbs1 libnl-3-200 libnl-route-3-200 libnum
 """By extra, Debian's packages with the shared libraries that its wheel links against and does not bring."""
 
 
+def install_command(extra: str) -> str:
+    """Return how to install what an extra needs: from a checkout, since no index has the package. Pure."""
+    return f"pip install '.[{extra}]' in kvtier's checkout"
+
+
 class MissingExtraError(KVTierError, ImportError):
     """A client library is not installed, or a shared library that it links against.
 
@@ -200,7 +205,7 @@ class MissingExtraError(KVTierError, ImportError):
 
     def __init__(self, module: str, extra: str) -> None:
         self.extra = extra
-        remedy = f"pip install 'kvtier[{extra}]'"
+        remedy = install_command(extra)
         if extra in SYSTEM_PACKAGES:
             remedy += f" and apt-get install {SYSTEM_PACKAGES[extra]}"
         super().__init__(f"module {module!r} is missing: {remedy}", name=module)

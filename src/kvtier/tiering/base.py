@@ -389,6 +389,14 @@ class SecondaryTierManager(ABC):
         """Return why ``key`` is missing, as ``OffloadingManager.explain``; None when nothing is known of it."""
         return None
 
+    def wait_indexed(self, timeout_s: float) -> bool:
+        """Block until what the tier held at the start is counted; False when ``timeout_s`` passed first.
+
+        A tier that counts nothing, or has counted before its constructor returns, leaves the default.
+        """
+        del timeout_s
+        return True
+
     def waiting_s(self) -> float:
         """Return the age in seconds of the oldest accepted job that has not begun, 0 when there is none."""
         return 0.0
