@@ -365,6 +365,21 @@ class ControlError(KVTierError, RuntimeError):
     """A living engine cannot be reached through its control socket, or refuses a command."""
 
 
+class NoEngineError(ControlError):
+    """No engine of this user that runs has a control socket.
+
+    Args:
+        folders: where sockets were looked for.
+    """
+
+    def __init__(self, folders: Iterable[object]) -> None:
+        places = ", ".join(map(str, folders))
+        super().__init__(
+            f"no engine with a control socket runs as this user; looked in {places}. An engine has none with "
+            '"control_socket": false, and one in a container has its own folder'
+        )
+
+
 class PinLimitError(ControlError):
     """More blocks of host memory would be pinned than may be.
 
@@ -390,7 +405,7 @@ class TraceError(KVTierError, ValueError):
     Attributes:
         path: the file.
         line: number of the line, from 1; None for the file as a whole.
-        value: the value in the file.
+        value: the value in the file; None where the remedy says everything.
         remedy: what was expected and what to do.
     """
 
@@ -402,7 +417,7 @@ class TraceError(KVTierError, ValueError):
         name = self.path if len(self.path) <= MAX_PATH_CHARS else f"...{self.path[-MAX_PATH_CHARS:]}"
         name = hide_secrets(name)
         place = name if line is None else f"{name}:{line}"
-        super().__init__(f"{place}: {shorten(value)}: {remedy}")
+        super().__init__(": ".join((place, *(() if value is None else (shorten(value),)), remedy)))
 
 
 class RecordError(KVTierError, ValueError):
