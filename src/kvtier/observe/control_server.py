@@ -1,10 +1,11 @@
 """The thread that serves an engine's control socket: one JSON object a line, from the same user only.
 
 It never touches the engine: a ``RequestHandler`` turns each request into an ``Ask``, which gets its reply now or later.
-What clients can cost is bounded. There are at most ``MAX_CLIENTS``, each with one open request: one more takes the place
-of the client that has been idle longest, which connects again for its next request, and where all of them wait for a
-reply it hears that. A line has at most ``MAX_LINE_BYTES``; a client that sends half a line, nothing, garbage, or does not read its reply is dropped; and the
-thread rests between two rounds, so that a client in a loop does not take the interpreter from the engine.
+What clients can cost is bounded. There are at most ``MAX_CLIENTS``, each with one open request. One more takes the
+place of the client that has been idle longest, which connects again for its next request; where all of them wait for a
+reply it hears that. A line has at most ``MAX_LINE_BYTES``; a client that sends half a line, nothing, garbage, or does
+not read its reply is dropped; and the thread rests between two rounds, so that a client in a loop does not take the
+interpreter from the engine.
 """
 
 import logging
@@ -37,7 +38,9 @@ logger = logging.getLogger(__name__)
 MAX_CLIENTS = 16
 """Connections at a time. A person and a few scripts need less; each may hold a line of a megabyte."""
 
-BUSY = f"the engine serves {MAX_CLIENTS} clients at a time, and each of them waits for a reply: try again when one has ended"
+BUSY = (
+    f"the engine serves {MAX_CLIENTS} clients at a time, and each of them waits for a reply: try again soon"
+)
 """What one more client hears then."""
 
 SILENCE_S = 10.0

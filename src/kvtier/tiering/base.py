@@ -353,7 +353,8 @@ class SecondaryTierManager(ABC):
         """Return the keys whose lookup answered None and has an answer now, each once.
 
         Returns:
-            None when the tier does not keep track; the manager then looks the keys up again in every step.
+            None when the tier does not keep track; the manager then looks some of the keys up again in each step, those
+            first that have waited longest, so that an answer may be noticed a few steps later.
         """
         return None
 

@@ -229,11 +229,8 @@ def _open(path: Path) -> TextIO:
 
 
 def _warn_cut(path: Path, number: int) -> None:
-    logger.warning(
-        "%s ends within line %d: it is still being written, or its writer was killed; the lines before are read",
-        path,
-        number,
-    )
+    cause = "it is still being written, or its writer was killed; the lines before are read"
+    logger.warning("%s ends within line %d: %s", path, number, cause)
 
 
 def _parse(path: Path, number: int, text: str, *, is_first: bool) -> dict[str, Any]:  # Any: JSON
