@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvtier.cli import config_checks
+from kvtier.cli.output import CheckResult
 from kvtier.config import HostSize
 from kvtier.errors import KVTierError
 from kvtier.tiering.start_checks import check_start
@@ -64,7 +65,7 @@ def test_the_start_and_the_doctor_refuse_it_with_the_same_words(case: str, tmp_p
         check_start(extra_config)
     assert words in str(refused.value)
     checks = list(config_checks.check_config(extra_config, tmp_path))
-    broken = [one.found for one in checks if one.result is config_checks.CheckResult.BROKEN]
+    broken = [one.found for one in checks if one.result is CheckResult.BROKEN]
     assert words in broken[0]
 
 
