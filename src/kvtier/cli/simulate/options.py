@@ -15,7 +15,7 @@ from kvtier.cli.traces import DEFAULT_DEVICE, DEFAULT_HOST
 from kvtier.config import LoadIf
 from kvtier.cpu.policies.registry import CACHE_POLICIES, POLICY
 from kvtier.errors import ConfigError, UnknownNameError
-from kvtier.quantities import parse_bytes, parse_capacity
+from kvtier.quantities import parse_bytes
 from kvtier.sim.clients import ClientHints, HintNoise, Honesty
 from kvtier.sim.link import LinkSpeed
 from kvtier.sim.model import EngineModel, HostModel, KeptStates, derive_prefill_rate
@@ -255,13 +255,11 @@ def blocks_of(option: str, size: str, block_bytes: int) -> int:
     Raises:
         ConfigError: it is not a size, or smaller than a block.
     """
-    num_blocks = parse_capacity(option, size) // block_bytes
+    num_blocks = parse_bytes(option, size) // block_bytes
     if num_blocks < 1:
-        raise ConfigError(
-            option,
-            size,
-            f"is smaller than a block of the trace ({block_bytes} bytes): give at least that much",
-        )
+        meant = f', or did you mean "{size.strip()}GiB"?' if size.strip().isdigit() else ""
+        remedy = f"is smaller than a block of the trace ({block_bytes} bytes): give at least that much{meant}"
+        raise ConfigError(option, size, remedy)
     return num_blocks
 
 
