@@ -9,7 +9,8 @@ import importlib.util
 import logging
 
 REMEDY = (
-    "where there are a C compiler and Python's headers, pip install --force-reinstall --no-cache-dir kvtier"
+    "where there are a C compiler and Python's headers, pip install --force-reinstall --no-cache-dir . in kvtier's "
+    "checkout"
 )
 """How to compile the modules again."""
 

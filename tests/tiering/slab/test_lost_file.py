@@ -74,7 +74,7 @@ def test_a_copy_in_its_place_is_used_with_its_blocks(start_tier: StartTier, path
     replace_by_copy(path)
     clock.advance(CHECK_S)
     driver.load([1])
-    driver.tier.wait_indexed(60.0)  # type: ignore[attr-defined]  # of the slab tier
+    driver.tier.wait_indexed(60.0)
     assert driver.load_right([1, 2]) == {1, 2}
 
 

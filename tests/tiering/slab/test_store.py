@@ -85,7 +85,7 @@ def test_a_file_that_somebody_cut_off_has_lost_its_last_blocks(start_tier: Start
     assert driver.load([1, 2, 3]).is_fault
     clock.advance(CHECK_S)
     driver.load([1])
-    assert driver.tier.wait_indexed(HANG_GUARD_S)  # type: ignore[attr-defined]  # of the slab tier
+    assert driver.tier.wait_indexed(HANG_GUARD_S)
     assert driver.load_right([1, 2, 3]) == {1}
 
 

@@ -72,7 +72,7 @@ def test_while_the_index_is_rebuilt_an_unknown_key_is_asked_and_then_known(
     driver.tier.end_step()
     disk.opened.set()
     assert driver.lookup(1) is True
-    assert driver.tier.wait_indexed(HANG_GUARD_S)  # type: ignore[attr-defined]  # of this tier only
+    assert driver.tier.wait_indexed(HANG_GUARD_S)
     driver.poll_until(lambda: key_of(1) in (driver.tier.drain_answered() or ()))
     assert driver.load([1]).success
 
@@ -95,7 +95,7 @@ def test_a_reset_while_the_index_is_rebuilt_hides_what_is_found(
     disk, driver = rebuilding
     driver.tier.reset(bytes(range(16)))
     disk.opened.set()
-    assert driver.tier.wait_indexed(HANG_GUARD_S)  # type: ignore[attr-defined]  # of this tier only
+    assert driver.tier.wait_indexed(HANG_GUARD_S)
     assert driver.tier.lookup(key_of(1), REQUEST) is False
     assert driver.tier.stats()["foreign_slots"] == 1
     assert driver.store([1]).success

@@ -161,7 +161,6 @@ class FSTier(
         return found
 
     def wait_indexed(self, timeout_s: float) -> bool:
-        """Block until what was in the directory at the start is known; False when ``timeout_s`` passed first."""
         return self._namespace.index.wait_complete(timeout_s)
 
     def drain_evicted(self) -> Collection[OffloadKey] | None:

@@ -180,7 +180,6 @@ class SlabTier(
         self._slab.opened.slots.report(self._namespace, lambda policy: policy.on_finished(req_context.req_id))
 
     def wait_indexed(self, timeout_s: float) -> bool:
-        """Block until what was in the file at the start is known; False when ``timeout_s`` passed first."""
         return self._slab.opened.indexer.wait_complete(timeout_s)
 
     def shutdown(self, timeout_s: float) -> bool:
