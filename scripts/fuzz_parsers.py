@@ -5,7 +5,7 @@
 
 A parser runs in a process of its own, because a fuzzer does not return. What it finds is written to the folder of the
 findings, with the command that feeds it once more; a mended finding goes into ``tests/fuzz/corpus/PARSER``, which the
-tests read. Needs ``pip install 'kvtier[fuzz]'``.
+tests read. Needs ``pip install '.[fuzz]'``.
 
 Source: atheris drives LLVM's libFuzzer, https://llvm.org/docs/LibFuzzer.html.
 """

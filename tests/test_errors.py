@@ -61,7 +61,7 @@ def test_a_missing_extra_says_how_to_install_it() -> None:
     error = MissingExtraError("obstore", "obj")
     assert isinstance(error, ImportError)
     assert (error.name, error.extra) == ("obstore", "obj")
-    assert "pip install 'kvtier[obj]'" in str(error)
+    assert "pip install '.[obj]'" in str(error)
 
 
 def test_a_block_that_is_not_ready_is_named_in_hex() -> None:

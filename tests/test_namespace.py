@@ -67,7 +67,7 @@ DOES_NOT: dict[str, list[Any]] = {  # Any: as above
     "computes_last_token": [True],
     "audits_first_hits": [True],
     "has_local_workers": [False],
-    "extra_config": [{"cpu_bytes_to_use": 1}, {"eviction_policy": "arc"}, {"instance_id": "i"}],
+    "extra_config": [{"cpu_bytes_to_use": 1024}, {"eviction_policy": "arc"}, {"instance_id": "i"}],
 }
 
 CHANGES = [{name: value} for name, values in DECIDES_THE_BYTES.items() for value in values]

@@ -141,11 +141,13 @@ def test_a_quota_is_a_size_or_one_for_host_memory() -> None:
     assert tenants.quota_of(tenant_number("carol"), "host") is None
     assert tenants.has_quota("host")
     assert not make({"alice": {}}).has_quota("host")
-    assert make({"*": {"quota_bytes": 5}}).quota_of(tenant_number("carol"), "host") == 5
+    assert make({"*": {"quota_bytes": "5B"}}).quota_of(tenant_number("carol"), "host") == 5
 
 
 def test_a_quota_may_be_one_for_a_tier() -> None:
-    tenants = make({"alice": {"quota_bytes": {"fs": "1KiB"}}, "*": {"quota_bytes": {"fs": 10, "host": 20}}})
+    tenants = make(
+        {"alice": {"quota_bytes": {"fs": "1KiB"}}, "*": {"quota_bytes": {"fs": "10B", "host": "20B"}}}
+    )
     assert tenants.quota_of(tenant_number("alice"), "fs") == 1024
     assert tenants.quota_of(tenant_number("alice"), "host") is None
     assert tenants.quota_of(0, "fs") == 10
@@ -153,7 +155,7 @@ def test_a_quota_may_be_one_for_a_tier() -> None:
 
 
 def test_who_is_beyond_his_quota_is_told_by_how_much() -> None:
-    tenants = make({"alice": {"quota_bytes": {"fs": 100}}, "bob": {}, "*": {"quota_bytes": {"fs": 10}}})
+    tenants = make({"alice": {"quota_bytes": {"fs": "100B"}}, "bob": {}, "*": {"quota_bytes": {"fs": "10B"}}})
     alice, bob, carol = map(tenant_number, ("alice", "bob", "carol"))
     assert tenants.excesses({alice: 101, bob: 10**9, carol: 11, 0: 10}, "fs") == {alice: 1, carol: 1}
     assert tenants.excesses({alice: 101}, "host") == {}

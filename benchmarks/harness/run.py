@@ -124,4 +124,4 @@ def _draw(suite: Suite, measurements: Sequence[Measurement], path: Path, out: Te
     try:
         write_picture(f"{suite.name}: {suite.summary}", measurements, suite.x_label, path)
     except ImportError as error:
-        print(f"no picture: {error}; pip install 'kvtier[plot]'", file=out)
+        print(f"no picture: {error}; pip install '.[plot]' in kvtier's checkout", file=out)

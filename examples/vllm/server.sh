@@ -61,7 +61,7 @@ until curl --silent --fail --output /dev/null "$URL/health"; do
   kill -0 "$SERVER" 2>/dev/null || { tail -n 30 "$WORK/server.log" >&2; SERVER=; exit 1; }
   sleep 1
 done
-grep -o 'kvtier keeps .*' "$WORK/server.log" || true
+grep -oE 'kvtier( [0-9.]+ keeps|:) .*' "$WORK/server.log" || true
 
 # Token ids, because no tokenizer is needed then; a text works the same way.
 ask() {

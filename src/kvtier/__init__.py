@@ -18,8 +18,7 @@ from kvtier.base import (
 from kvtier.config import GroupKind, KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.errors import KVTierError
 from kvtier.factory import OffloadingSpecFactory
-
-__version__ = "0.1.0"
+from kvtier.operating import __version__
 
 __all__ = [
     "GroupKind",

@@ -291,10 +291,17 @@ class OffloadingManager(ABC):
         """
         return None
 
-    def pin(self, keys: Collection[OffloadKey], lease_s: float) -> PinnedBlocks | None:
+    def pin(
+        self, keys: Collection[OffloadKey], lease_s: float, *, needs_block: bool = False
+    ) -> PinnedBlocks | None:
         """Keep ``keys`` in host memory for ``lease_s`` seconds from now, from the moment they are ready.
 
         A lease that ends later stays as it is. A reset ends every lease.
+
+        Args:
+            keys: the blocks.
+            lease_s: seconds.
+            needs_block: pin nothing where host memory has none of them, and none is on its way there.
 
         Raises:
             PinLimitError: more blocks would be pinned than may be; nothing has changed.
@@ -418,6 +425,10 @@ class OffloadingSpec(ABC):
     def audited_groups(self) -> frozenset[int]:
         """Return the KV groups whose blocks the handlers can compare."""
         return frozenset()
+
+    def describe_start(self) -> list[str]:
+        """Return what an operator wants to know of the scheduler's half once it is built, a line each."""
+        return []
 
     def detach_kv_caches(self) -> None:
         """Drop every reference to a device tensor when begun copies have ended; what was stored stays. Idempotent.

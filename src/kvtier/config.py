@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from kvtier.errors import ConfigError, UnknownNameError
-from kvtier.quantities import parse_bytes, parse_ttl
+from kvtier.quantities import parse_capacity, parse_ttl, require_text, require_texts
 
 MAX_WHOLE = 2**63 - 1
 """More than any count; larger ones overflow where they become times or sizes."""
@@ -241,6 +241,7 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:  # Any: this is
         UnknownNameError: a setting is unknown; the error names the most similar known one.
         ConfigError: a value of the wrong type or range, or a setting that was removed.
     """
+    require_texts("extra_config", extra_config)
     for name in sorted(REMOVED_SETTINGS.keys() & extra_config.keys()):
         raise ConfigError(name, extra_config[name], REMOVED_SETTINGS[name])
     known = set(Settings.__dataclass_fields__)
@@ -327,9 +328,7 @@ class SettingsReader:
         value = self._values.get(name, default)
         if not isinstance(value, str):
             raise ConfigError(name, value, "must be a string")
-        if "\0" in value or any("\ud800" <= char <= "\udfff" for char in value):
-            raise ConfigError(name, value, "must be text: no zero byte and no half of a surrogate pair")
-        return value
+        return require_text(name, value)
 
     def whole(self, name: str, default: int, minimum: int) -> int:
         """Return an integer setting of at least ``minimum``."""
@@ -376,16 +375,16 @@ class SettingsReader:
         return float(value)
 
     def size_bytes(self, name: str, default: int | None) -> int | None:
-        """Return a size in bytes, see ``parse_bytes``."""
+        """Return a size in bytes, see ``parse_capacity``."""
         value = self._values.get(name)
-        return default if value is None else parse_bytes(name, value)
+        return default if value is None else parse_capacity(name, value)
 
     def size_or(self, name: str, choice: E) -> int | E | None:
         """Return a size in bytes, ``choice`` where its word stands in place of one, or None when not given."""
         value = self._values.get(name)
         if value is None or value in (choice, choice.value):
             return None if value is None else choice
-        return parse_bytes(name, value, also=f"; or {choice.value!r}")
+        return parse_capacity(name, value, also=f"; or {choice.value!r}")
 
     def choice(self, name: str, default: E) -> E:
         """Return a member of the enum of ``default``."""

@@ -191,6 +191,11 @@ SYSTEM_PACKAGES = {"mooncake": "libibverbs1 libnl-3-200 libnl-route-3-200 libnum
 """By extra, Debian's packages with the shared libraries that its wheel links against and does not bring."""
 
 
+def install_command(extra: str) -> str:
+    """Return how to install what an extra needs: from a checkout, since no index has the package. Pure."""
+    return f"pip install '.[{extra}]' in kvtier's checkout"
+
+
 class MissingExtraError(KVTierError, ImportError):
     """A client library is not installed, or a shared library that it links against.
 
@@ -200,7 +205,7 @@ class MissingExtraError(KVTierError, ImportError):
 
     def __init__(self, module: str, extra: str) -> None:
         self.extra = extra
-        remedy = f"pip install 'kvtier[{extra}]'"
+        remedy = install_command(extra)
         if extra in SYSTEM_PACKAGES:
             remedy += f" and apt-get install {SYSTEM_PACKAGES[extra]}"
         super().__init__(f"module {module!r} is missing: {remedy}", name=module)
@@ -360,6 +365,21 @@ class ControlError(KVTierError, RuntimeError):
     """A living engine cannot be reached through its control socket, or refuses a command."""
 
 
+class NoEngineError(ControlError):
+    """No engine of this user that runs has a control socket.
+
+    Args:
+        folders: where sockets were looked for.
+    """
+
+    def __init__(self, folders: Iterable[object]) -> None:
+        places = ", ".join(map(str, folders))
+        super().__init__(
+            f"no engine with a control socket runs as this user; looked in {places}. An engine has none with "
+            '"control_socket": false, and one in a container has its own folder'
+        )
+
+
 class PinLimitError(ControlError):
     """More blocks of host memory would be pinned than may be.
 
@@ -385,7 +405,7 @@ class TraceError(KVTierError, ValueError):
     Attributes:
         path: the file.
         line: number of the line, from 1; None for the file as a whole.
-        value: the value in the file.
+        value: the value in the file; None where the remedy says everything.
         remedy: what was expected and what to do.
     """
 
@@ -397,7 +417,7 @@ class TraceError(KVTierError, ValueError):
         name = self.path if len(self.path) <= MAX_PATH_CHARS else f"...{self.path[-MAX_PATH_CHARS:]}"
         name = hide_secrets(name)
         place = name if line is None else f"{name}:{line}"
-        super().__init__(f"{place}: {shorten(value)}: {remedy}")
+        super().__init__(": ".join((place, *(() if value is None else (shorten(value),)), remedy)))
 
 
 class RecordError(KVTierError, ValueError):

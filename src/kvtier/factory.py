@@ -3,9 +3,9 @@
 import importlib
 
 from kvtier.base import OffloadingSpec
-from kvtier.config import OffloadingConfig
+from kvtier.config import OffloadingConfig, Settings
 from kvtier.conflicts import DEFAULT_SPEC, TIERING_SPEC, refuse_conflicts
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, KVTierError
 from kvtier.registry import Registry
 
 
@@ -41,23 +41,43 @@ class OffloadingSpecFactory:
             ConfigError: the module given by ``spec_module_path`` does not define the spec, or settings contradict each
                 other.
         """
-        settings = config.settings
+        return cls._find_spec(config.settings)(config)
+
+    @classmethod
+    def check_spec(cls, settings: Settings) -> None:
+        """Refuse what ``create_spec`` would refuse, without an engine; kvtier's own specs are not imported.
+
+        Raises:
+            UnknownNameError: as ``create_spec``.
+            ConfigError: likewise.
+        """
+        if settings.spec_module_path is None and cls._name_of(settings) in cls._registry:
+            refuse_conflicts(settings)  # the class is kvtier's or registered, and importing it may need torch
+        else:
+            cls._find_spec(settings)
+
+    @classmethod
+    def _find_spec(cls, settings: Settings) -> type[OffloadingSpec]:
         refuse_conflicts(settings)
-        implied = TIERING_SPEC if settings.secondary_tiers else DEFAULT_SPEC
-        name = settings.spec_name or implied
-        path = settings.spec_module_path
+        name, path = cls._name_of(settings), settings.spec_module_path
         if path is None:
-            return cls._registry.resolve(name)(config)
+            return cls._registry.resolve(name)
         if name in cls._registry:
             remedy = f"has no effect with spec_name={name!r}, which is registered: leave one of the two out"
             raise ConfigError("spec_module_path", path, remedy)
-        return _import_spec(path, name)(config)
+        return _import_spec(path, name)
+
+    @staticmethod
+    def _name_of(settings: Settings) -> str:
+        return settings.spec_name or (TIERING_SPEC if settings.secondary_tiers else DEFAULT_SPEC)
 
 
 def _import_spec(module_path: str, name: str) -> type[OffloadingSpec]:
     try:
         found: type[OffloadingSpec] = getattr(importlib.import_module(module_path), name)
-    except (ImportError, AttributeError) as error:
+    except KVTierError:
+        raise  # the message of a missing extra names what to install
+    except Exception as error:  # foreign module: its import may raise anything
         remedy = f"module {module_path!r} must define it: {error}"
         raise ConfigError("spec_name", name, remedy) from error
     return found

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
@@ -135,6 +135,11 @@ def make_namespace(config: OffloadingConfig, row_stride_bytes: int, epoch: bytes
     words = {"model": model_in_words(config.model), "tenant": tag_tenant(salt)}
     document = json.dumps(identity | words, sort_keys=True, indent=1)
     return Namespace(document, hashlib.sha256(text.encode()).digest())
+
+
+def describe_groups(groups: Sequence[KVGroup]) -> str:
+    """Return one line with the kind and number of layers of each group. Pure."""
+    return ", ".join(f"{group.kind.value} x{len(group.layer_names)}" for group in groups)
 
 
 def model_in_words(model: ModelIdentity) -> dict[str, object]:

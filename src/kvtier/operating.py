@@ -1,9 +1,12 @@
-"""What pinning, purging, dropping and draining have done: the results of ``OffloadingManager``'s methods."""
+"""What operators see: the version, and what pinning, purging, dropping and draining have done."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvtier.keys import OffloadKey
+
+__version__ = "0.1.0"
+"""The release, as in ``pyproject.toml``; a constant, because a checkout on the search path has no metadata."""
 
 
 class PinnedBlocks(NamedTuple):

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from kvtier.config import SettingsReader
 from kvtier.errors import ConfigError, UnknownNameError
-from kvtier.quantities import parse_bytes, parse_ttl
+from kvtier.quantities import parse_capacity, parse_ttl, require_text, require_texts
 
 
 class IsDataclass(Protocol):
@@ -84,6 +84,7 @@ def parse_settings(kind: type[T], values: Mapping[str, object], owner: str = "")
         ConfigError: a required setting is missing, a value is of the wrong type or range, or a setting was removed.
     """
     known = settings_of(kind)
+    require_texts("settings", values)
     for name in sorted(values):
         if name not in known and name in REMOVED_SETTINGS:
             raise ConfigError(name, values[name], REMOVED_SETTINGS[name])
@@ -122,13 +123,18 @@ def ttl(name: str, value: object) -> float:
     return parse_ttl(name, value)
 
 
+MIN_TIMEOUT_S = 0.001
+"""The shortest time-out. Threads cannot wait for less, and no disk or server answers in so little: each call would
+fail, which looks like a fault of the disk or server."""
+
+
 def seconds_up_to(limit_s: float) -> Parser:
-    """Return a parser of durations above zero and up to ``limit_s`` seconds."""
+    """Return a parser of time-outs from ``MIN_TIMEOUT_S`` to ``limit_s`` seconds."""
 
     def parse(name: str, value: object) -> float:
         duration_s = seconds(name, value)
-        if not 0 < duration_s <= limit_s:
-            raise ConfigError(name, value, f"must be more than 0 and at most {limit_s:g} seconds")
+        if not MIN_TIMEOUT_S <= duration_s <= limit_s:
+            raise ConfigError(name, value, f"must be from {MIN_TIMEOUT_S:g} to {limit_s:g} seconds")
         return duration_s
 
     return parse
@@ -148,7 +154,7 @@ def whole(minimum: int, maximum: int | None = None) -> Parser:
 
 def size_bytes(name: str, value: object) -> int:
     """Parse a positive number of bytes, or text such as ``"8GiB"``."""
-    return parse_bytes(name, value)
+    return parse_capacity(name, value)
 
 
 def choice(kind: type[Enum]) -> Parser:
@@ -164,8 +170,7 @@ def absolute_path(name: str, value: object) -> Path:
     """Parse an absolute path; ``~`` is the home directory."""
     if not isinstance(value, str | Path) or not str(value):
         raise ConfigError(name, value, "must be the absolute path of a file or directory")
-    if "\0" in str(value):
-        raise ConfigError(name, value, "must not have a zero byte in it")
+    require_text(name, str(value))
     try:
         path = Path(value).expanduser()
     except RuntimeError as error:

@@ -21,7 +21,7 @@ from kvtier.errors import ConfigError, UnknownNameError
 from kvtier.hints.values import MAX_NAME_CHARS, RequestHints
 from kvtier.hints.values import TENANT as TENANT_PARAMETER
 from kvtier.namespace import digest_salt
-from kvtier.quantities import parse_bytes
+from kvtier.quantities import parse_capacity
 
 OTHERS = "*"
 """The name under which ``tenants`` has the settings of all names that it does not list. It is no tenant's own."""
@@ -300,12 +300,12 @@ def _parse_entry(name: str, entry: object, places: Collection[str]) -> TenantSet
     setting = f"{QUOTA} of tenant {_show(name)}"
     if not isinstance(value, Mapping):
         also = '; or {"host": "8GiB"}'
-        return TenantSettings({HOST: parse_bytes(setting, value, also=also)})
+        return TenantSettings({HOST: parse_capacity(setting, value, also=also)})
     quotas: dict[str, int] = {}
     for place, size in value.items():
         if place not in places:
             raise UnknownNameError(f"tier in {setting}", str(place)[:MAX_SHOWN_CHARS], places)
-        quotas[place] = parse_bytes(f"{setting} in {place}", size)
+        quotas[place] = parse_capacity(f"{setting} in {place}", size)
     return TenantSettings(MappingProxyType(quotas))
 
 

@@ -90,7 +90,7 @@ METHODS: dict[str, str] = {
     "kvtier.factory:OffloadingSpecFactory": "register_spec create_spec",
     "kvtier.tiering.base:SecondaryTierManager": "lookup submit_store submit_load get_finished get_tier_type touch "
     "request_finished drain reset end_step drain_answered switch_model stats shutdown lookup_run note_request "
-    "drop purge poll_purge explain probe open_place",
+    "drop purge poll_purge explain probe open_place wait_indexed",
     "kvtier.tiering.example:ExampleSecondaryTier": "get_num_blocks clear",
     "kvtier.tiering.primary:CPUPrimaryTierOffloadingManager": "prepare_read complete_read prepare_write complete_write "
     "get_kv_memoryview shutdown",

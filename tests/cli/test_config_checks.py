@@ -11,6 +11,7 @@ from tests.ports import free_port
 from kvtier.cli import config_checks, doctor, main
 from kvtier.cli.output import CheckResult
 from kvtier.limits import MemoryLimit
+from kvtier.tiering import start_checks
 
 OWN_TIER = "tests.cli.place.places:MemoryTier"
 
@@ -50,8 +51,8 @@ def test_settings_of_a_healthy_engine_are_good_in_both_forms(tmp_path: Path) -> 
         ({"kv_connector": "KVTierConnector", "kv_connector_extra_config": 7}, "settings", "kv_connector_extra_config"),
         (with_tier(type="ffs"), "tier 0 (ffs)", "did you mean 'fs'"),
         (with_tier(), "tier 0 (?)", "every secondary tier needs one"),
-        (with_tier(type="fs", root_dir="relative", capacity_bytes=1), "tier 0 (fs)", "absolute"),
-        (with_tier(type="fs", root_dir="/dev/null", capacity_bytes=1), "tier 0 (fs)", "no directory"),
+        (with_tier(type="fs", root_dir="relative", capacity_bytes="1MiB"), "tier 0 (fs)", "absolute"),
+        (with_tier(type="fs", root_dir="/dev/null", capacity_bytes="1MiB"), "tier 0 (fs)", "no directory"),
         (with_tier(type="slab", path="/no/such/blocks.slab", capacity_bytes="1MiB"), "tier 0 (slab)", '"type": "fs"'),
         (with_tier(type="fs", root_dir="/b", capacity_bytes="1MiB", policy="mq"), "tier 0 (fs)", "write \"lru\""),
         (with_tier(type=OWN_TIER, where="away"), f"tier 0 ({OWN_TIER})", "looked"),
@@ -87,6 +88,8 @@ def test_host_memory_is_compared_with_what_the_machine_leaves_and_with_the_mount
     assert (result, "a control group" in found) == ("broken", True)
     assert check({"cpu_bytes_to_use": 2**20}, tmp_path)["cpu_bytes_to_use"][0] == "ok"
     monkeypatch.setattr(config_checks, "find_memory_limit", lambda: None)
+    monkeypatch.setattr(start_checks, "find_memory_size", lambda _: None)
+    monkeypatch.setattr(start_checks, "find_mount_size", lambda _: None)
     settings = with_tier(type="example") | {"cpu_bytes_to_use": "9999TiB"}
     result, found = check(settings, tmp_path)["cpu_bytes_to_use"]
     assert (result, "--shm-size" in found) == ("broken", True)

@@ -8,9 +8,10 @@ import pytest
 
 import kvtier
 from kvtier.cli import doctor, main
-from kvtier.cli.output import Check, CheckResult, size_in_words
+from kvtier.cli.output import Check, CheckResult
 from kvtier.cpu.row_copy import COMPILED_CALLS
 from kvtier.limits import AFFINITY, UsableCores
+from kvtier.quantities import size_in_words
 
 
 @pytest.mark.slow
@@ -138,7 +139,7 @@ def test_an_extra_that_is_not_installed_names_itself(monkeypatch: pytest.MonkeyP
     check = doctor.check_extra("no_such_module")
 
     assert check.result is CheckResult.NOTE
-    assert "kvtier[fs]" in check.found
+    assert ".[fs]" in check.found
 
 
 @pytest.mark.parametrize(

@@ -176,11 +176,13 @@ def test_a_missing_library_of_the_command_line_names_the_extra(blocked: set[str]
 
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert line == f"kvtier: module {min(blocked)!r} is missing: pip install 'kvtier[{extra}]'"
+    assert (
+        line == f"kvtier: module {min(blocked)!r} is missing: pip install '.[{extra}]' in kvtier's checkout"
+    )
 
 
 def test_a_command_s_own_missing_library_names_its_extra(
     failing: Callable[[BaseException], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert failing(ModuleNotFoundError("no module", name="torch.nn")) == 2
-    assert "kvtier[transformers]" in capsys.readouterr().err
+    assert ".[transformers]" in capsys.readouterr().err

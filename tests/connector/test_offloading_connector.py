@@ -81,7 +81,7 @@ class Engine:
 
 def make_config(*, is_tiered: bool, **settings: object) -> OffloadingConfig:
     """Return a configuration with eight slots."""
-    extra = settings | {"cpu_bytes_to_use": 8 * (4096 if is_tiered else PAGE_BYTES)}
+    extra = settings | {"cpu_bytes_to_use": f"{8 * (4096 if is_tiered else PAGE_BYTES)}B"}
     if is_tiered:
         extra |= {"secondary_tiers": TIERS, "instance_id": f"connector-test-{os.getpid()}"}
     group = KVGroup(HASH_TOKENS, ("layer",), PAGE_BYTES)

@@ -142,7 +142,7 @@ QUOTA_BLOCKS = 4
 
 def make_with_tenants() -> CPUOffloadingManager:
     """Return a manager of 200 slots, of which requests may pin 15; alice's quota has 4, others have none."""
-    setting = {"alice": {"quota_bytes": QUOTA_BLOCKS * 100}, "*": {}}
+    setting = {"alice": {"quota_bytes": f"{QUOTA_BLOCKS * 100}B"}, "*": {}}
     tenants = parse_tenants(setting, "", ("host",))
     return CPUOffloadingManager(200, clock=ManualClock(), tenants=tenants, block_bytes=100)
 

@@ -124,9 +124,11 @@ def test_more_memory_than_the_machine_has_is_refused_before_its_table_is_made(
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 1 kB\n")
     monkeypatch.setattr(CPUOffloadingSpec, "system_root", tmp_path)
-    with pytest.raises(ConfigError, match=r'cpu_bytes_to_use=2000: this machine has 1024 bytes.*"auto"'):
+    with pytest.raises(
+        ConfigError, match=r'cpu_bytes_to_use=2000: this machine has 1.0 KiB of memory.*"auto"'
+    ):
         CPUOffloadingSpec(config_of(cpu_bytes_to_use=2000)).get_manager()
-    CPUOffloadingSpec(config_of(cpu_bytes_to_use=1000)).get_manager().shutdown()
+    CPUOffloadingSpec(config_of(cpu_bytes_to_use="1000B")).get_manager().shutdown()
     elsewhere = replace(config_of(cpu_bytes_to_use=2000), has_local_workers=False)
     CPUOffloadingSpec(elsewhere).get_manager().shutdown()
 

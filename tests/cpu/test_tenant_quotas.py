@@ -12,7 +12,7 @@ from kvtier.cpu.manager import CPUOffloadingManager
 from kvtier.cpu.policies import CACHE_POLICIES
 from kvtier.tenants import OTHERS_LABEL, UNNAMED_LABEL, parse_tenants, tenant_number
 
-BLOCK_BYTES = 100
+BLOCK_BYTES = 1024
 NUM_BLOCKS = 8
 REQUEST = ReqContext("r")
 ALICE, BOB, CAROL = map(tenant_number, ("alice", "bob", "carol"))
@@ -137,7 +137,7 @@ def test_blocks_and_bytes_are_counted_by_name() -> None:
     store(manager, keys_of(0, 1))
     stats = manager.stats()
     assert stats["primary.tenant_blocks.alice"] == 2
-    assert stats["primary.tenant_bytes.alice"] == 200
+    assert stats["primary.tenant_bytes.alice"] == 2 * BLOCK_BYTES
     assert stats[f"primary.tenant_blocks.{OTHERS_LABEL}"] == 1
     assert stats[f"primary.tenant_blocks.{UNNAMED_LABEL}"] == 1
     assert manager.purge_blocks()

@@ -109,9 +109,18 @@ def test_a_pinned_prefix_outlives_pressure_until_it_is_unpinned(engine: Engine) 
     assert carry_out(engine, "unpin", all=True)["num_blocks"] == 2
 
 
+def test_a_prefix_that_was_never_seen_is_refused_and_takes_nothing_of_the_quota(engine: Engine) -> None:
+    with pytest.raises(ControlError, match="nothing is pinned: host memory has none of the 4 blocks"):
+        carry_out(engine, "pin", token_ids=list(range(900, 916)))
+    assert engine.half.stats()["primary.leased_blocks"] == 0.0
+
+    longer = [*PROMPT[:12], *range(900, 904)]  # a block of it is to come
+    assert carry_out(engine, "pin", token_ids=longer)["num_blocks"] == 4
+
+
 def test_too_long_a_prefix_is_refused_and_nothing_is_pinned(engine: Engine) -> None:
     with pytest.raises(ControlError, match="5 blocks cannot be pinned: 0 of at most 4"):
-        carry_out(engine, "pin", token_ids=list(range(20)))
+        carry_out(engine, "pin", token_ids=[*PROMPT[:16], *range(900, 904)])
 
     assert engine.half.stats()["primary.leased_blocks"] == 0.0
 

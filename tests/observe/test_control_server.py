@@ -11,6 +11,7 @@ import pytest
 from tests.observe.controlled import GUARD_S, connect, is_dropped, read_line
 
 from kvtier.errors import ControlError
+from kvtier.observe.control_client import EngineConnection
 from kvtier.observe.control_server import MAX_CLIENTS, REST_S, SILENCE_S, Ask, ControlServer
 from kvtier.observe.control_wire import MAX_LINE_BYTES, Message, locked_folder
 from kvtier.testing.clock import ManualClock
@@ -155,24 +156,47 @@ def test_a_client_that_does_not_read_is_dropped_in_time(server: ControlServer, c
     assert serves(server.path)
 
 
-def test_connections_beyond_the_limit_are_refused_until_one_ends(
+def test_one_client_more_takes_the_place_of_the_one_that_was_idle_longest(
     server: ControlServer, clock: ManualClock
+) -> None:
+    clients = []
+    try:
+        for _ in range(MAX_CLIENTS):
+            clients.append(EngineConnection(server.path, GUARD_S))
+            assert clients[-1].ask("echo", n=1, ok=True)["n"] == 1
+            clock.advance(SILENCE_S / 100)
+        with EngineConnection(server.path, GUARD_S) as one_more:
+            assert one_more.ask("echo", n=2, ok=True)["n"] == 2
+        for number, client in enumerate(clients):  # the first has lost its place, and connects again
+            assert client.ask("echo", n=number, ok=True)["n"] == number
+    finally:
+        for client in clients:
+            client.close()
+
+
+def test_where_each_client_waits_for_a_reply_one_more_hears_that(
+    server: ControlServer, echo: Echo, clock: ManualClock
 ) -> None:
     clients = [socket.socket(socket.AF_UNIX) for _ in range(MAX_CLIENTS)]
     try:
         for client in clients:
             client.connect(str(server.path))
             client.settimeout(GUARD_S)
-            assert ask(client) == {"n": 1}
-        with connect(server.path) as one_more:
-            assert is_dropped(one_more)
-        clock.advance(SILENCE_S + 1)
-        server.wake()
-        assert all(is_dropped(client) for client in clients)
+            echo.begun.clear()
+            client.sendall(b'{"do":"wait"}\n')
+            assert echo.begun.wait(GUARD_S)
+        with (
+            pytest.raises(ControlError, match="serves 16 clients at a time, and each of them waits"),
+            EngineConnection(server.path, GUARD_S) as one_more,
+        ):
+            one_more.ask("echo", n=2, ok=True)
+        clients[0].close()
+        assert echo.cancelled.wait(GUARD_S)
         assert serves(server.path)
     finally:
         for client in clients:
             client.close()
+    clock.advance(SILENCE_S + 1)
 
 
 def test_another_user_s_process_is_refused(folder: Path, echo: Echo) -> None:

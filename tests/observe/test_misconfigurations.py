@@ -29,7 +29,7 @@ from tests.tiering.packs.slots import stored_blocks
 from kvtier.config import KVGroup, OffloadingConfig
 from kvtier.errors import ConfigError
 from kvtier.misses import Detail, Miss, MissCause, NotStored
-from kvtier.observe.why import Situation, explain_records
+from kvtier.observe.why import explain_records
 from kvtier.testing.faults import Faults
 from kvtier.testing.tiering_driver import ROW_BYTES
 from kvtier.tiering.base import TierSettings
@@ -316,11 +316,10 @@ def test_an_engine_whose_device_serves_everything_is_told_that_all_is_well(make_
     assert "All is well" in site.report.findings[0].text
 
 
-def test_no_engine_and_no_requests_are_told_apart() -> None:
-    (no_engine,) = explain_records([], Situation(has_engine=False)).findings
+def test_without_a_request_nothing_else_is_said() -> None:
     (no_requests,) = explain_records([]).findings
 
-    assert (no_engine.name, no_requests.name) == ("no_engine", "no_requests")
+    assert no_requests.name == "no_requests"
 
 
 def test_hits_leave_nothing_to_say_but_the_last_block(make_site: MakeSite) -> None:

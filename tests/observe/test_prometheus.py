@@ -84,7 +84,7 @@ def test_numbers_of_a_tier_of_ones_own_that_nothing_declares_are_left_out() -> N
 def test_without_prometheus_client_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
 
-    with pytest.raises(MissingExtraError, match=r"prometheus_client.*pip install 'kvtier\[observe\]'"):
+    with pytest.raises(MissingExtraError, match=r"prometheus_client.*pip install '.\[observe\]'"):
         serve_metrics(FakeEngine(), 0)
 
 

@@ -111,15 +111,6 @@ def test_a_recording_without_records_says_that_nothing_is_known(
     assert "No request has begun" in capsys.readouterr().out
 
 
-def test_without_a_recording_or_an_engine_the_command_says_so(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Engines of other programs may run on the machine.
-    monkeypatch.setattr("kvtier.cli.why.find_instances", list)
-    assert main(["why"]) == 1
-    assert "There is no engine" in capsys.readouterr().out
-
-
 def test_a_file_that_is_no_recording_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

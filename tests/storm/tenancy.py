@@ -74,7 +74,7 @@ def draw_tenancy(rng: random.Random, block_bytes: Mapping[str, int]) -> Tenancy:
 
     def draw_entry() -> dict[str, Any]:  # Any: a user's JSON
         quotas = {
-            place: num_bytes * rng.choice([1, 2, 4, 8]) + rng.randrange(2)
+            place: f"{num_bytes * rng.choice([1, 2, 4, 8]) + rng.randrange(2)}B"
             for place, num_bytes in block_bytes.items()
             if rng.random() < 0.5
         }

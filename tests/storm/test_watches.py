@@ -31,7 +31,7 @@ from kvtier.tiering.kit.envelope import (
 from kvtier.tiering.valkey.cluster import slot_of
 
 PAGE = bytes(range(PAGE_BYTES))
-TENANTS = parse_tenants({"alice": {"quota_bytes": {"host": 2}}, "bob": {}}, "", {"host"})
+TENANTS = parse_tenants({"alice": {"quota_bytes": {"host": "2B"}}, "bob": {}}, "", {"host"})
 
 
 def seal(name: bytes, payload: bytes, tag: bytes = b"t" * 16, counter: int = 0) -> bytes:

@@ -11,9 +11,9 @@ from kvtier.base import JobId, OffloadKey, ReqContext
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import key_of, make_config, make_rows
 from kvtier.tiering.base import FAILURES_TO_OPEN, JobMetadata, JobResult, SecondaryTierManager
-from kvtier.tiering.breaker import MAX_WAITING_S, OPEN_S, BreakerState
+from kvtier.tiering.breaker import MAX_WAITING_S, OPEN_S, BreakerState, Submission
 from kvtier.tiering.departures import TierDeparture
-from kvtier.tiering.guard import GuardedTier, Submission
+from kvtier.tiering.guard import MAX_ASKED_AGAIN, MAX_UNANSWERED, GuardedTier
 
 
 class BrokenTier(SecondaryTierManager):
@@ -179,6 +179,53 @@ def test_a_tier_that_does_not_keep_track_is_asked_once_for_each_key() -> None:
     tier.answer = False
     assert set(guard.drain_answered(always)) == {key_of(1)}
     assert set(guard.drain_answered(always)) == set()
+
+
+@pytest.mark.parametrize("num_requests", [20, 200])
+def test_what_a_step_asks_such_a_tier_does_not_grow_with_the_requests_that_wait(num_requests: int) -> None:
+    tier = BrokenTier()
+    tier.answer = None
+    guard = make_guard(tier)
+    keys = [key_of(number) for number in range(num_requests * 50)]
+    for number, key in enumerate(keys):
+        guard.lookup(key, ReqContext(f"{number // 50}"))
+    tier.calls.clear()
+    num_looked_at = 0
+
+    def is_awaited(_key: OffloadKey) -> bool:
+        nonlocal num_looked_at
+        num_looked_at += 1
+        return True
+
+    assert list(guard.drain_answered(is_awaited)) == []
+    assert (tier.calls.count("lookup"), num_looked_at) == (MAX_UNANSWERED, MAX_UNANSWERED)
+    tier.answer = True
+    tier.calls.clear()
+    answered: list[OffloadKey] = []
+    num_steps = 0
+    while guard.open_lookups:
+        answered += guard.drain_answered(always)
+        num_steps += 1
+        assert tier.calls.count("lookup") <= num_steps * MAX_ASKED_AGAIN
+    assert num_steps == -(-len(keys) // MAX_ASKED_AGAIN)
+    assert answered == keys[MAX_UNANSWERED:] + keys[:MAX_UNANSWERED]
+
+
+def test_a_key_whose_answer_never_comes_keeps_no_other_from_being_asked_for() -> None:
+    tier = BrokenTier()
+    tier.answer = None
+    guard = make_guard(tier)
+    for number in range(10 * MAX_UNANSWERED):
+        guard.lookup(key_of(number), ReqContext("a"))
+    seen: list[OffloadKey] = []
+
+    def note(key: OffloadKey) -> bool:
+        seen.append(key)
+        return True
+
+    for _ in range(10):
+        guard.drain_answered(note)
+    assert sorted(seen) == sorted(key_of(number) for number in range(10 * MAX_UNANSWERED))
 
 
 def test_a_key_that_nobody_waits_for_is_not_asked_for_again() -> None:

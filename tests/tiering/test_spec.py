@@ -39,7 +39,7 @@ from kvtier.tiering.base import TierSettings
 from kvtier.tiering.example import ExampleSecondaryTier
 from kvtier.tiering.factory import TIERS, check_tier_config
 from kvtier.tiering.manager import TieringOffloadingManager
-from kvtier.tiering.spec import TieringOffloadingSpec
+from kvtier.tiering.spec import TieringOffloadingSpec, describe_tier
 from kvtier.worker.worker import OffloadingWorker
 
 PAGE_BYTES = 6000
@@ -194,7 +194,7 @@ def test_a_tier_without_its_client_library_is_left_out_unless_it_is_required(
     ]
     spec.shutdown()
     assert "left out" in caplog.text
-    assert "pip install 'kvtier[valkey]'" in caplog.text
+    assert "pip install '.[valkey]'" in caplog.text
     entries[0]["required"] = True
     with pytest.raises(MissingExtraError):
         TieringOffloadingSpec(make_config(None, "strict", secondary_tiers=entries)).get_manager()
@@ -315,7 +315,7 @@ ENGINE = """
 import sys
 from tests.tiering.test_spec import make_config
 from kvtier.errors import KVTierError
-from kvtier.tiering.spec import TieringOffloadingSpec
+from kvtier.tiering.spec import TieringOffloadingSpec, describe_tier
 
 spec = TieringOffloadingSpec(make_config(None, sys.argv[1]))
 print("ready", flush=True)
@@ -421,3 +421,39 @@ def test_settings_of_the_primary_reach_it() -> None:
     assert type(manager.primary_tier.table.policy).__name__ == "ARCCachePolicy"
     assert manager._waiting.lookup_deadline_s == 1.5
     spec.shutdown()
+
+
+def test_a_start_names_host_memory_and_each_tier_with_its_place_size_and_blocks(tmp_path: Path) -> None:
+    fs = {"type": "fs", "root_dir": str(tmp_path / "kv"), "capacity_bytes": "4MiB"}
+    spec = TieringOffloadingSpec(make_config(None, "described", secondary_tiers=[fs, {"type": "example"}]))
+    spec.get_manager()
+    lines = spec.describe_start()
+    spec.shutdown()
+    assert lines == [
+        "host memory 64.0 KiB: 8 blocks of 16 tokens and 8.0 KiB, room for 128 tokens",
+        f"tier 0 fs: {tmp_path}/kv, at most 4.0 MiB, 0 blocks found",
+        "tier 1 example: no limit of its own, 0 blocks found",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("entry", "numbers", "is_indexed", "line"),
+    [
+        (
+            {"type": "valkey", "url": "redis://user:hunter2@db:6379"},
+            {"tier.2.valkey.lookups": 0.0},
+            True,
+            "tier 2 valkey: redis://***@db:6379, no limit of its own, its blocks are looked up there and not counted",
+        ),
+        (
+            {"type": "slab", "path": "/kv/blocks", "capacity_bytes": 5 * 2**30},
+            {"tier.2.slab.indexed_blocks": 1234.0, "tier.0.fs.indexed_blocks": 7.0},
+            False,
+            "tier 2 slab: /kv/blocks, at most 5.0 GiB, 1,234 blocks found so far",
+        ),
+    ],
+)
+def test_the_line_of_a_tier_has_no_password_and_says_when_it_is_not_counted(
+    entry: dict[str, object], numbers: dict[str, float], is_indexed: bool, line: str
+) -> None:
+    assert describe_tier(2, entry, numbers, is_indexed=is_indexed) == line

@@ -14,20 +14,28 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.cli.engine_identity import KnownIdentity, check_namespaces, read_identity
-from kvtier.cli.output import Check, CheckResult, size_in_words
-from kvtier.config import EncryptionSettings, HostSize, Settings, parse_settings
-from kvtier.conflicts import refuse_conflicts
-from kvtier.cpu.policies import create_cache_policy
+from kvtier.cli.output import Check, CheckResult
+from kvtier.config import EncryptionSettings, Settings, parse_encryption
 from kvtier.errors import ConfigError, KVTierError, describe_foreign
 from kvtier.input_files import parse_json, read_text_file
 from kvtier.limits import find_memory_limit
+from kvtier.quantities import size_in_words
 from kvtier.redaction import shorten
-from kvtier.tenants import make_tenants
-from kvtier.tiering.factory import check_tier_config, require_encryption
-from kvtier.tiering.kit.key_ring import read_ring, require_entry
+from kvtier.tiering.start_checks import (
+    HOST_SIZE,
+    check_host_size,
+    check_key_ring,
+    check_place,
+    check_settings,
+    check_tier,
+    is_own_spec,
+)
 
 EXTRA_CONFIG = "kv_connector_extra_config"
 """Where vLLM's --kv-transfer-config has kvtier's settings."""
+
+SGLANG_KEYS = frozenset({"backend_name", "tier"})
+"""What only the JSON of SGLang's --hicache-storage-backend-extra-config has."""
 
 CONNECTOR = "KVTierConnector"
 NEEDED_ROLE = "kv_both"
@@ -73,7 +81,8 @@ def check_config(
     """Yield every check of an engine's settings on this machine.
 
     Args:
-        config: vLLM's --kv-transfer-config, or the extra_config in it.
+        config: vLLM's --kv-transfer-config, or the extra_config in it; or the JSON of SGLang's
+            --hicache-storage-backend-extra-config.
         shared_memory: the mount of shared memory.
         engine: the ``namespace.json`` of an engine that ran, to compare with what the tiers hold.
         vllm: arguments of vLLM, likewise.
@@ -86,32 +95,55 @@ def check_config(
         found = f"{shorten(config.get('kv_connector'))} is another connector: its settings are not kvtier's"
         yield Check("kv_connector", CheckResult.BROKEN, found)
         return
-    extra = own.get(EXTRA_CONFIG, {} if "kv_connector" in own else own)
     if own.get("kv_role", NEEDED_ROLE) != NEEDED_ROLE:
         remedy = f"must be {NEEDED_ROLE!r}: kvtier stores and loads in every engine"
         yield Check("kv_role", CheckResult.BROKEN, f"{shorten(own['kv_role'])} {remedy}")
     yield check_versions()
     yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield check_numa(NODES, os.sched_getaffinity(0))
+    extra = own.get(EXTRA_CONFIG, {} if "kv_connector" in own else own)
+    extra = extra if isinstance(extra, dict) else {EXTRA_CONFIG: extra}
+    is_sglang = not SGLANG_KEYS.isdisjoint(extra)
     try:
-        settings = parse_settings(extra if isinstance(extra, dict) else {EXTRA_CONFIG: extra})
-        create_cache_policy(settings.eviction_policy, 1)
-        make_tenants(settings)
-        refuse_conflicts(settings)
+        settings = read_sglang(extra) if is_sglang else check_settings(extra)
     except KVTierError as error:
         yield Check("settings", CheckResult.BROKEN, str(error))
         return
     yield Check("settings", CheckResult.GOOD, f"{len(extra)} settings are understood")
-    yield from check_host_memory(settings, shared_memory)
-    if isinstance(settings.cpu_bytes_to_use, int) and CUDA_DEVICE.exists():
-        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-        yield check_locked_memory(limit, settings.cpu_bytes_to_use)
+    if is_own_spec(settings):
+        yield Check("spec_name", CheckResult.NOTE, f"{settings.spec_name} reads the other settings itself")
+    elif is_sglang:  # its pages stay in SGLang's own host memory, and its identity is another
+        yield from check_tiers(settings)
+    else:
+        yield from check_host_memory(settings, shared_memory)
+        known = read_identity(settings, engine, vllm, extra) if settings.secondary_tiers else None
+        yield from check_tiers(settings, known)
+
+
+def check_tiers(settings: Settings, known: KnownIdentity | None = None) -> Iterator[Check]:
+    """Yield the checks of the key ring and of each tier."""
     if settings.encryption is not None:
         yield check_encryption(settings.encryption)
-    known = read_identity(settings, engine, vllm, extra) if settings.secondary_tiers else None
     for number, entry in enumerate(settings.secondary_tiers):
         subject = f"tier {number} ({shorten(entry.get('type', '?')).strip(chr(39))})"
-        yield from check_tier(subject, entry, known, is_encrypting=settings.encryption is not None)
+        yield from probe_tier(subject, entry, settings, known)
+
+
+def read_sglang(extra_config: Mapping[str, Any]) -> Settings:  # Any: as above
+    """Return what SGLang's JSON says of kvtier's tier, checked as SGLang's start does.
+
+    Raises:
+        KVTierError: it cannot work.
+    """
+    from kvtier.engines.sglang.settings import parse_extra_config
+
+    found = parse_extra_config(extra_config)
+    # Each rank and pool has a slab of its own; this one stands for all.
+    tier = {
+        name: value.replace("{rank}", "0").replace("{pool}", "kv") if isinstance(value, str) else value
+        for name, value in found.tier.items()
+    }
+    return Settings(encryption=parse_encryption(found.encryption, os.environ), secondary_tiers=(tier,))
 
 
 def find_own(config: Mapping[str, Any]) -> Mapping[str, Any] | None:  # Any: as above
@@ -188,12 +220,14 @@ def parse_cpu_list(text: str) -> set[int]:
 
 def check_host_memory(settings: Settings, shared_memory: Path) -> Iterator[Check]:
     """Compare the primary tier with the memory there is."""
-    subject = "cpu_bytes_to_use"
-    wanted = settings.cpu_bytes_to_use
-    if wanted is None:
-        yield Check(subject, CheckResult.BROKEN, 'is required: host memory over all workers, such as "8GiB"')
+    subject, wanted = HOST_SIZE, settings.cpu_bytes_to_use
+    try:
+        check_host_size(settings)
+    except ConfigError as error:
+        given = "" if wanted is None else f"{error.value} "
+        yield Check(subject, CheckResult.BROKEN, f"{given}{error.remedy}")
         return
-    if wanted is HostSize.AUTO:
+    if not isinstance(wanted, int):
         yield Check(subject, CheckResult.NOTE, '"auto": the engine works it out at its start and logs how')
         return
     limit = find_memory_limit()
@@ -214,13 +248,14 @@ def check_host_memory(settings: Settings, shared_memory: Path) -> Iterator[Check
             yield Check(subject, CheckResult.BROKEN, found)
             return
     yield Check(subject, CheckResult.GOOD, f"{size_in_words(wanted)} fits")
+    if CUDA_DEVICE.exists():
+        yield check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], wanted)
 
 
 def check_encryption(settings: EncryptionSettings) -> Check:
     """Read the key ring as an engine would at its start."""
     try:
-        ring = read_ring(Path(settings.key_file))
-        require_entry(ring, settings.tenant)
+        ring = check_key_ring(settings)
         importlib.import_module("kvtier.tiering.kit.encryption")
     except KVTierError as error:
         return Check("encryption", CheckResult.BROKEN, str(error))
@@ -230,16 +265,14 @@ def check_encryption(settings: EncryptionSettings) -> Check:
     return Check("encryption", CheckResult.GOOD, found)
 
 
-def check_tier(
-    subject: str, entry: Mapping[str, Any], known: KnownIdentity | None = None, *, is_encrypting: bool = False
+def probe_tier(
+    subject: str, entry: Mapping[str, Any], settings: Settings, known: KnownIdentity | None = None
 ) -> Iterator[Check]:  # Any: as above
     """Yield what one tier says of its settings and of its backend, and what separates the engine from its blocks."""
     try:
-        _, tier_class, common, own = check_tier_config(entry)
-        if common.policy is not None:
-            create_cache_policy(common.policy, 1)
-        if is_encrypting:
-            require_encryption(entry.get("type", "?"), tier_class, common)
+        checked = check_tier(entry, settings)
+        check_place(checked)
+        tier_class, own = checked.tier_class, checked.own
         findings = tier_class.probe(own)
     except KVTierError as error:
         yield Check(subject, CheckResult.BROKEN, str(error))
@@ -257,7 +290,7 @@ def check_tier(
         yield Check(subject, result if finding.is_good else CheckResult.BROKEN, finding.text)
     if known is None or tier_class.place_setting is None or not all(one.is_good for one in findings):
         return
-    encrypts = is_encrypting and common.encryption
+    encrypts = settings.encryption is not None and checked.settings.encryption
     # Nothing may have been stored there yet, or it cannot be listed.
     with suppress(KVTierError), closing(tier_class.open_place(own)) as place:
         yield from check_namespaces(subject, place, known, is_encrypting=encrypts)

@@ -26,11 +26,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.cli.output import Check, CheckResult, size_in_words
+from kvtier.cli.output import Check, CheckResult
 from kvtier.cpu.row_copy import REMEDY
-from kvtier.errors import ConfigError, MissingExtraError
+from kvtier.errors import ConfigError, MissingExtraError, install_command
 from kvtier.input_files import is_dir
 from kvtier.limits import AFFINITY, UsableCores, find_usable_cores
+from kvtier.quantities import size_in_words
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the mount of shared memory, not a place for temporary files
 LOCK_TABLE = Path("/proc/locks")
@@ -213,7 +214,9 @@ def check_torch() -> Check:
     """Import torch in another process, because a broken build may crash the process that imports it."""
     if importlib.util.find_spec("torch") is None:
         return Check(
-            "torch", CheckResult.NOTE, "not installed, needed to move bytes: pip install 'kvtier[torch]'"
+            "torch",
+            CheckResult.NOTE,
+            f"not installed, needed to move bytes: {install_command('torch')}",
         )
     command = [sys.executable, "-c", TORCH_REPORT]
     try:
@@ -300,7 +303,7 @@ def check_extra(module: str) -> Check:
     """Check whether an optional library is installed, without importing it."""
     extra, purpose = EXTRAS[module]
     if importlib.util.find_spec(module) is None:
-        return Check(module, CheckResult.NOTE, f"not installed, for {purpose}: pip install 'kvtier[{extra}]'")
+        return Check(module, CheckResult.NOTE, f"not installed, for {purpose}: {install_command(extra)}")
     return Check(module, CheckResult.GOOD, importlib.metadata.version(module))
 
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvtier.base import OffloadKey
-from kvtier.cli.output import size_in_words
 from kvtier.cli.place.options import ConfigOption, JsonOption, counted, printable
 from kvtier.cli.place.request_tenants import read_engine_settings
 from kvtier.config import KEY_FILE_VARIABLE
 from kvtier.errors import ConfigError
+from kvtier.quantities import size_in_words
 from kvtier.settings import absolute_path
 from kvtier.tenants import tenant_number
 from kvtier.tiering.kit.envelope import Buffer, HeaderCheck, unpack

@@ -4,8 +4,8 @@ A command's module is imported only when that command is invoked, so that `kvtie
 `kvtier demo` are missing or broken. A command is a function with a signature for typer, named like the command, in the
 module that ``COMMANDS`` names.
 
-Exit status: 0 done, 1 the command found something wrong, 2 invalid input or a missing library (one line on stderr
-names it), 130 interrupted.
+Exit status: 0 done, 1 the command found something wrong or no engine runs, 2 invalid input or a missing library (one
+line on stderr names it), 130 interrupted.
 """
 
 import importlib
@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from kvtier import __version__
-from kvtier.errors import ConfigError, KVTierError, MissingExtraError
+from kvtier.errors import ConfigError, KVTierError, MissingExtraError, NoEngineError
 
 if TYPE_CHECKING:
     import typer
 
+NOTHING_FOUND_STATUS = 1
 WRONG_INPUT_STATUS = 2
 INTERRUPTED_STATUS = 130
 
@@ -170,12 +171,12 @@ def help_of(function: Callable[..., Any]) -> str:
 
 
 def report(error: KVTierError) -> int:
-    """Print ``error`` as one line on stderr and return the status for wrong input."""
+    """Print ``error`` as one line on stderr and return its status: wrong input, but for an engine that is not there."""
     line = " ".join(str(error).split())
     # What a terminal would obey, or cannot be encoded, is shown as an escape.
     shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
     sys.stderr.write(f"kvtier: {shown}\n")
-    return WRONG_INPUT_STATUS
+    return NOTHING_FOUND_STATUS if isinstance(error, NoEngineError) else WRONG_INPUT_STATUS
 
 
 def _not_loaded() -> None:

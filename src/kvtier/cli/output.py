@@ -54,16 +54,6 @@ class Check:
     found: str
 
 
-def size_in_words(num_bytes: float) -> str:
-    """Return a size in binary units, for people. Pure."""
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
-
-
 def make_console(*, is_stderr: bool = False) -> Console:
     """Return a console for tables: as wide as the terminal, or ``PLAIN_COLUMNS`` where there is none.
 

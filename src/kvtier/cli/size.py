@@ -10,7 +10,7 @@ import typer
 from kvtier import __version__
 from kvtier.cli.output import make_console, make_table, print_line
 from kvtier.errors import ConfigError
-from kvtier.quantities import parse_bytes
+from kvtier.quantities import parse_capacity
 from kvtier.sim.known_models import SizedModel, find_model, list_models
 
 GIB = 2**30
@@ -82,7 +82,7 @@ def size(
     labels = [text.strip() for text in host.split(",") if text.strip()]
     if not labels:
         raise ConfigError("--host", host, "give at least one size, such as 64GiB")
-    host_sizes = [parse_bytes("--host", label) for label in labels]
+    host_sizes = [parse_capacity("--host", label) for label in labels]
     models = list_models(dtype) if model is None else (find_model(model, dtype),)
     if state_interval is not None:
         models = tuple(replace(one, shape=one.shape.with_state_interval(state_interval)) for one in models)

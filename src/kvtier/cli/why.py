@@ -29,7 +29,7 @@ from kvtier.input_files import is_file
 from kvtier.misses import RequestRecord
 from kvtier.observe.audit import explain_audit
 from kvtier.observe.control import MAX_RECORDS
-from kvtier.observe.control_client import EngineConnection, choose_instance, find_instances
+from kvtier.observe.control_client import EngineConnection, choose_instance
 from kvtier.observe.control_client import read_records as read_engine_records
 from kvtier.observe.why import Situation, WhyReport, explain_records
 from kvtier.sim.formats.kvtier import read_records
@@ -101,7 +101,7 @@ def why(
 ) -> None:
     """Say why prompt tokens were computed, and what to do about it.
 
-    Exit status 1 when nothing is known: no engine, or no request.
+    Exit status 1 when nothing is known: no engine runs, or no request has begun.
 
     Raises:
         ControlError: several engines run and none is named, or the engine cannot be reached.
@@ -227,8 +227,6 @@ def explain_source(source: str | None, chosen: ChosenRequests) -> WhyReport:
     if source is not None and (os.sep in source or is_file(Path(source))):
         trace = Path(source)
         return explain_records(chosen.choose(list(read_records(trace))), Situation(f"recording {trace.name}"))
-    if source is None and not find_instances():
-        return explain_records([], Situation(has_engine=False))
     instance = choose_instance(source)
     records = read_engine_records(instance.path, MAX_RECORDS)
     with EngineConnection(instance.path) as connection:

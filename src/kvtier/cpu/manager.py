@@ -317,8 +317,8 @@ class CPUOffloadingManager(OffloadingManager):
         self._num_expired += len(idle)
         return idle
 
-    def pin(self, keys: Collection[OffloadKey], lease_s: float) -> PinnedBlocks:
-        return self.leases.pin(keys, lease_s)
+    def pin(self, keys: Collection[OffloadKey], lease_s: float, *, needs_block: bool = False) -> PinnedBlocks:
+        return self.leases.pin(keys, lease_s, needs_block=needs_block)
 
     def unpin(self, keys: Collection[OffloadKey] | None) -> int:
         return self.leases.unpin(keys)

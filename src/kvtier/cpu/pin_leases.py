@@ -64,14 +64,16 @@ class PinLeases:
         self.next_end_s = NEVER_S
         self.num_refused = 0
 
-    def pin(self, keys: Collection[OffloadKey], lease_s: float) -> PinnedBlocks:
-        """Hold ``keys`` for ``lease_s`` seconds from now; a lease that ends later stays as it is.
+    def pin(self, keys: Collection[OffloadKey], lease_s: float, *, needs_block: bool = False) -> PinnedBlocks:
+        """Hold ``keys`` for ``lease_s`` seconds from now; arguments as ``OffloadingManager.pin``.
 
         Raises:
             PinLimitError: there would be more than ``limit`` leases; nothing has changed.
         """
         self.expire()
         distinct = dict.fromkeys(keys)
+        if needs_block and not self._table.held_among(distinct):
+            return PinnedBlocks(0, 0, len(self.ends_s), self.limit)
         num_new = sum(key not in self.ends_s for key in distinct)
         if len(self.ends_s) + num_new > self.limit:
             raise PinLimitError(num_new, len(self.ends_s), self.limit)

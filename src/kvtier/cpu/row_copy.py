@@ -35,7 +35,8 @@ from kvtier.limits import count_usable_cores
 logger = logging.getLogger(__name__)
 
 REMEDY = (
-    "where there are a C compiler and Python's headers, pip install --force-reinstall --no-cache-dir kvtier"
+    "where there are a C compiler and Python's headers, pip install --force-reinstall --no-cache-dir . in kvtier's "
+    "checkout"
 )
 """How to compile the module again."""
 

@@ -37,6 +37,7 @@ from kvtier.cpu.shared_offload_region import SharedOffloadRegion, plan_row_strid
 from kvtier.errors import ConfigError, RegionError, RegionMemoryError
 from kvtier.limits import find_memory_size, find_mount_size
 from kvtier.namespace import make_namespace
+from kvtier.quantities import size_in_words
 from kvtier.redaction import shorten
 from kvtier.tenants import Tenants, make_tenants
 
@@ -131,6 +132,15 @@ class CPUOffloadingSpec(OffloadingSpec):
 
     def audited_groups(self) -> frozenset[int]:
         return frozenset(idx for idx, page_format in enumerate(self.audit_formats) if page_format)
+
+    def describe_start(self) -> list[str]:
+        sizes = [group.block_size_tokens * self.block_size_factor for group in self.config.groups]
+        # Blocks of each group take slots of the same size, and a prompt needs all of its groups.
+        num_tokens = int(self.num_blocks / sum(1 / block_tokens for block_tokens in sizes))
+        of_tokens = " or ".join(map(str, sorted(set(sizes))))
+        size = size_in_words(self.row_stride * self.num_blocks)
+        blocks = f"{self.num_blocks:,} blocks of {of_tokens} tokens and {size_in_words(self.row_stride)}"
+        return [f"host memory {size}: {blocks}, room for {num_tokens:,} tokens"]
 
     def detach_kv_caches(self) -> None:
         if self._handlers is not None:
@@ -271,7 +281,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         memory, wanted = find_memory_size(self.system_root), self.row_stride * self.num_blocks
         if self.config.has_local_workers and memory is not None and wanted > memory.num_bytes:
             remedy = (
-                f"this machine has {memory.num_bytes} bytes of memory ({memory.source}): give less, or "
+                f"this machine has {size_in_words(memory.num_bytes)} of memory ({memory.source}): give less, or "
                 '"auto" for what it can spare'
             )
             raise ConfigError("cpu_bytes_to_use", wanted, remedy)

@@ -72,11 +72,12 @@ def check_before_start(vllm_config: VllmConfig) -> None:
         return
     for extra_config in own_settings(transfer_config):
         # Imported here: in an engine that does not use kvtier none of it is.
-        from kvtier.engines.vllm.config import check_settings, check_supported
+        from kvtier.engines.vllm.config import check_supported, count_local_engines
+        from kvtier.tiering.start_checks import check_start
 
         if transfer_config.kv_connector == CONNECTOR and vllm_config.model_config is not None:
             check_supported(vllm_config)
-        check_settings(extra_config)
+        check_start(extra_config, count_local_engines(vllm_config.parallel_config))
         if getattr(vllm_config.model_config, "multimodal_config", None) is not None:
             mark_client_names()
 

@@ -10,6 +10,7 @@ an engine that can be woken makes that step at once.
 
 import logging
 import os
+import shlex
 import time
 import weakref
 from collections import deque
@@ -17,14 +18,17 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
+from kvtier.base import OffloadingSpec
 from kvtier.config import OffloadingConfig
 from kvtier.connector.features import StepControl
 from kvtier.connector.protocols import ControlledHalf
 from kvtier.connector.request_state import RequestState
 from kvtier.errors import ControlError, KVTierError
+from kvtier.namespace import describe_groups
 from kvtier.observe.control_commands import Command, PromptHasher, make_command, read_number
 from kvtier.observe.control_server import Ask, ControlServer
 from kvtier.observe.control_wire import Message, make_control_folder
+from kvtier.operating import __version__
 from kvtier.tenants import make_tenants
 
 logger = logging.getLogger(__name__)
@@ -362,3 +366,26 @@ def describe_metrics_page(config: OffloadingConfig) -> str:
     settings = config.settings
     # 0 is a free port that nothing here knows; with data parallelism other ranks have the ports behind the first.
     return f"http://{settings.metrics_host}:{settings.metrics_port}/metrics" if settings.metrics_port else ""
+
+
+def describe_start(spec: OffloadingSpec, engine: str, control: EngineControl | None) -> list[str]:
+    """Return what an engine logs once it has started: that it works, with what, and how to watch it.
+
+    Each line begins with ``kvtier``, so that a search of the log for that word shows the start.
+
+    Args:
+        spec: of the scheduler half, which is built.
+        engine: name and version of the engine, for people.
+        control: what serves operators; None when nothing does.
+    """
+    config = spec.config
+    name = config.settings.instance_id or config.engine_id
+    watch = f"watch it with: kvtier top {shlex.quote(name)}"
+    if control is None:
+        watch = "it has no control socket, so kvtier top cannot watch it"
+    page, layers = describe_metrics_page(config), describe_groups(config.groups)
+    return [
+        f"kvtier {__version__} keeps the KV cache of {config.model.name} ({layers}) for {engine}",
+        *(f"kvtier: {line}" for line in spec.describe_start()),
+        f"kvtier: instance {name}, {watch}" + (f"; metrics: {page}" if page else ""),
+    ]

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from kvtier.errors import ControlError, UnknownNameError
+from kvtier.errors import ControlError, NoEngineError, UnknownNameError
 from kvtier.misses import RequestRecord
 from kvtier.observe.control_wire import (
     MAX_REPLY_BYTES,
@@ -33,6 +33,9 @@ HELLO_S = 3.0
 
 MAX_NUMBER = 1e300
 """Numbers beyond it come from no engine, and cannot be calculated with."""
+
+RECONNECTS = 3
+"""How often a client connects again for one request. More than once, as other clients may take its place again."""
 
 MARGIN_S = 5.0
 """Seconds beyond a command's own time-out after which the engine's thread counts as hung."""
@@ -142,6 +145,13 @@ class EngineConnection:
     ) -> None:
         self._path = path
         self._clock = clock
+        try:
+            self._connect(timeout_s)
+        except OSError as error:
+            raise ControlError(f"no engine answers at {path}: {error.strerror or error}") from error
+
+    def _connect(self, timeout_s: float) -> None:
+        path = self._path
         self._received = bytearray()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -152,9 +162,9 @@ class EngineConnection:
             with short_path(path) as name:
                 self._socket.connect(name)
             uid = read_peer_uid(self._socket)
-        except OSError as error:
+        except OSError:
             self._socket.close()
-            raise ControlError(f"no engine answers at {path}: {error.strerror or error}") from error
+            raise
         if uid != os.geteuid():
             self._socket.close()
             raise ControlError(f"the process at {path} belongs to user {uid}")
@@ -170,16 +180,7 @@ class EngineConnection:
         Raises:
             ControlError: the engine refuses, does not answer in time or as an engine does, or closes the connection.
         """
-        end_s = self._clock() + timeout_s + MARGIN_S
-        try:
-            self._socket.settimeout(timeout_s + MARGIN_S)
-            self._socket.sendall(encode({"do": command, "timeout_s": timeout_s, **arguments}))
-            line = self._read_line(end_s)
-        except TimeoutError as error:
-            raise ControlError(f"the engine at {self._path} has not answered in {timeout_s:g} s") from error
-        except OSError as error:
-            raise ControlError(f"the engine at {self._path} has ended: {error.strerror or error}") from error
-        reply = decode(line)
+        reply = decode(self._send(encode({"do": command, "timeout_s": timeout_s, **arguments}), timeout_s))
         if reply.get("ok") is not True:
             raise ControlError(str(reply.get("error", "the engine refuses and gives no reason")))
         for name, is_good in FIELDS.get(command, {}).items():
@@ -191,6 +192,30 @@ class EngineConnection:
         if command == "stats":
             reply["stats"] = {name: number for name, number in reply["stats"].items() if number is not None}
         return reply
+
+    def _send(self, request: bytes, timeout_s: float) -> bytearray:
+        """Send a request and return the reply's line; connect again where the engine has hung up meanwhile.
+
+        An engine with many clients hangs up on those that ask for nothing.
+        """
+        try:
+            line = self._exchange(request, timeout_s)
+            for _ in range(RECONNECTS):
+                if line is not None:
+                    break
+                self.close()
+                self._connect(HELLO_S)
+                line = self._exchange(request, timeout_s)
+        except TimeoutError as error:
+            raise ControlError(f"the engine at {self._path} has not answered in {timeout_s:g} s") from error
+        except OSError as error:
+            raise ControlError(f"the engine at {self._path} has ended: {error.strerror or error}") from error
+        if line is None:
+            raise ControlError(
+                f"the engine at {self._path} hangs up on this request, {RECONNECTS + 1} times: it drops what is no "
+                "request, and has many clients"
+            )
+        return line
 
     def close(self) -> None:
         """Hang up; idempotent."""
@@ -204,14 +229,23 @@ class EngineConnection:
     ) -> None:
         self.close()
 
-    def _read_line(self, end_s: float) -> bytearray:
+    def _exchange(self, request: bytes, timeout_s: float) -> bytearray | None:
+        """Send a request and return the line that the engine sends; None when it has hung up."""
+        end_s = self._clock() + timeout_s + MARGIN_S
+        self._socket.settimeout(timeout_s + MARGIN_S)
+        # An engine that refuses a client says why and hangs up at once: its line is there to be read.
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self._socket.sendall(request)
         while b"\n" not in self._received:
             if len(self._received) > MAX_REPLY_BYTES:
                 raise ControlError(f"the engine at {self._path} sends more than {MAX_REPLY_BYTES} bytes")
             self._socket.settimeout(max(0.001, end_s - self._clock()))
-            data = self._socket.recv(2**16)
+            try:
+                data = self._socket.recv(2**16)
+            except ConnectionResetError:
+                data = b""
             if not data:
-                raise ControlError(f"the engine at {self._path} has ended, or has dropped this request")
+                return None
             self._received += data
         line, _, self._received = self._received.partition(b"\n")
         return line
@@ -254,17 +288,14 @@ def choose_instance(given: str | None, folders: Sequence[Path] | None = None) ->
         folders: as ``find_instances``.
 
     Raises:
-        ControlError: there is none, or there are several.
+        NoEngineError: there is none.
+        ControlError: there are several.
         UnknownNameError: none is called so.
     """
     searched = list_runtime_folders() if folders is None else list(folders)
     instances = find_instances(searched)
     if not instances:
-        places = ", ".join(map(str, searched))
-        raise ControlError(
-            f"no engine with a control socket runs as this user; looked in {places}. An engine has none with "
-            '"control_socket": false, and one in a container has its own folder'
-        )
+        raise NoEngineError(searched)
     if given is None:
         if len(instances) > 1:
             names = ", ".join(sorted(one.id for one in instances))

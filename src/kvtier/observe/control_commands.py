@@ -158,9 +158,16 @@ class Pin(Command):
 
     def advance(self, half: ControlledHalf, now_s: float) -> Message | None:
         del now_s
-        pinned = half.manager.pin(self._prefix.list_keys(half.layouts), self._lease_s)
+        keys = self._prefix.list_keys(half.layouts)
+        pinned = half.manager.pin(keys, self._lease_s, needs_block=True)
         if pinned is None:
             raise _unable(half.manager, "pin")
+        if not pinned.num_blocks:
+            raise ControlError(
+                f"nothing is pinned: host memory has none of the {len(keys)} blocks of this prefix. Send the prompt "
+                "once, or use kvtier prefetch where a tier holds it; if it was served before, its token ids, salt, "
+                "adapter or tenant were others"
+            )
         return {"ok": True, **pinned._asdict()}
 
 

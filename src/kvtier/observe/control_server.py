@@ -1,9 +1,11 @@
 """The thread that serves an engine's control socket: one JSON object a line, from the same user only.
 
 It never touches the engine: a ``RequestHandler`` turns each request into an ``Ask``, which gets its reply now or later.
-What clients can cost is bounded. There are at most ``MAX_CLIENTS``, each with one open request; a line has at most
-``MAX_LINE_BYTES``; a client that sends half a line, nothing, garbage, or does not read its reply is dropped; and the
-thread rests between two rounds, so that a client in a loop does not take the interpreter from the engine.
+What clients can cost is bounded. There are at most ``MAX_CLIENTS``, each with one open request. One more takes the
+place of the client that has been idle longest, which connects again for its next request; where all of them wait for a
+reply it hears that. A line has at most ``MAX_LINE_BYTES``; a client that sends half a line, nothing, garbage, or does
+not read its reply is dropped; and the thread rests between two rounds, so that a client in a loop does not take the
+interpreter from the engine.
 """
 
 import logging
@@ -35,6 +37,11 @@ logger = logging.getLogger(__name__)
 
 MAX_CLIENTS = 16
 """Connections at a time. A person and a few scripts need less; each may hold a line of a megabyte."""
+
+BUSY = (
+    f"the engine serves {MAX_CLIENTS} clients at a time, and each of them waits for a reply: try again soon"
+)
+"""What one more client hears then."""
 
 SILENCE_S = 10.0
 """Seconds within which a client completes a line, or reads its reply. Less would drop one on a loaded machine."""
@@ -87,7 +94,8 @@ class _Client:
 
     Attributes:
         connection: non-blocking.
-        deadline_s: the clock's reading at which it is dropped unless something has been completed.
+        deadline_s: the clock's reading at which it is dropped unless something has been completed. The earliest of idle
+            clients has been idle longest.
         received: bytes of lines that are not answered yet.
         unsent: bytes of replies.
         ask: the open request.
@@ -104,6 +112,11 @@ class _Client:
     def has_request(self) -> bool:
         """Whether its next request can begin."""
         return self.ask is None and not self.unsent and b"\n" in self.received
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it waits for nothing and nothing of it has arrived."""
+        return self.ask is None and not self.unsent and not self.received
 
 
 class ControlServer:
@@ -201,8 +214,8 @@ class ControlServer:
             elif key.fileobj is self._woken:
                 with suppress(BlockingIOError):
                     self._woken.recv(READ_BYTES)
-            else:
-                self._serve(self._clients[key.fd], events)
+            elif (client := self._clients.get(key.fd)) is not None and client.connection is key.fileobj:
+                self._serve(client, events)
         for client in list(self._clients.values()):
             if client.ask is not None:
                 self._poll(client)
@@ -234,12 +247,24 @@ class ControlServer:
             is_own = self._peer_uid(connection) == os.geteuid()
         except OSError:
             is_own = False
-        if not is_own or len(self._clients) >= MAX_CLIENTS:
+        if not is_own:
             connection.close()
             return
         connection.settimeout(0.0)
+        if len(self._clients) >= MAX_CLIENTS and not self._make_room():
+            with suppress(OSError):  # it is gone again
+                connection.send(encode({"ok": False, "error": BUSY}))
+            connection.close()
+            return
         self._clients[connection.fileno()] = _Client(connection, self._clock() + SILENCE_S)
         self._selector.register(connection, selectors.EVENT_READ)
+
+    def _make_room(self) -> bool:
+        """Drop the client that has been idle longest; False where each has sent something or waits for a reply."""
+        idle = [client for client in self._clients.values() if client.is_idle]
+        if idle:
+            self._drop(min(idle, key=lambda client: client.deadline_s))
+        return bool(idle)
 
     def _serve(self, client: _Client, events: int) -> None:
         try:

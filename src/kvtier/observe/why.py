@@ -44,13 +44,11 @@ class Situation:
 
     Attributes:
         source: where the records are from, for the headline.
-        has_engine: whether there is an engine at all.
         num_requests: requests in all, of which only the latest may have records; None: as many as there are records.
         num_rejected: requests of a simulation that need more device blocks than there are; they have no record.
     """
 
     source: str = ""
-    has_engine: bool = True
     num_requests: int | None = None
     num_rejected: int = 0
 
@@ -199,12 +197,6 @@ def find_patterns(
 
 
 def _explain_nothing(situation: Situation) -> Finding:
-    if not situation.has_engine:
-        text = (
-            "There is no engine: none of this user is running with kvtier on this machine. Start one, or give a "
-            "recording."
-        )
-        return Finding("no_engine", text)
     if situation.num_rejected:
         text = (
             f"No request could be served: each of {situation.num_rejected:,} needs more device blocks than there are. "

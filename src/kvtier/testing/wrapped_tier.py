@@ -57,6 +57,9 @@ class WrappedTier(SecondaryTierManager):
     def drain_answered(self) -> Collection[OffloadKey] | None:
         return self.inner.drain_answered()
 
+    def wait_indexed(self, timeout_s: float) -> bool:
+        return self.inner.wait_indexed(timeout_s)
+
     def waiting_s(self) -> float:
         return self.inner.waiting_s()
 

@@ -353,7 +353,8 @@ class SecondaryTierManager(ABC):
         """Return the keys whose lookup answered None and has an answer now, each once.
 
         Returns:
-            None when the tier does not keep track; the manager then looks the keys up again in every step.
+            None when the tier does not keep track; the manager then looks some of the keys up again in each step, those
+            first that have waited longest, so that an answer may be noticed a few steps later.
         """
         return None
 
@@ -388,6 +389,14 @@ class SecondaryTierManager(ABC):
     ) -> Miss | None:
         """Return why ``key`` is missing, as ``OffloadingManager.explain``; None when nothing is known of it."""
         return None
+
+    def wait_indexed(self, timeout_s: float) -> bool:
+        """Block until what the tier held at the start is counted; False when ``timeout_s`` passed first.
+
+        A tier that counts nothing, or has counted before its constructor returns, leaves the default.
+        """
+        del timeout_s
+        return True
 
     def waiting_s(self) -> float:
         """Return the age in seconds of the oldest accepted job that has not begun, 0 when there is none."""

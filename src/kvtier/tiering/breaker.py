@@ -8,6 +8,7 @@ Source: the breaker is the pattern of M. Nygard, "Release It!", 2007, chapter 5.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -42,6 +43,27 @@ class BreakerState(Enum):
     CLOSED = "closed"
     OPEN = "open"
     HALF_OPEN = "half_open"
+
+
+class Submission(Enum):
+    """Result of submitting a job to a tier."""
+
+    STARTED = "started"
+    DECLINED = "declined"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class CallFailure:
+    """A call to a tier that raised.
+
+    Attributes:
+        call: the method.
+        error: what it raised.
+    """
+
+    call: str
+    error: Exception
 
 
 class CircuitBreaker:

@@ -5,10 +5,10 @@ returns nonsense costs its own hits and nothing else. A call that raises becomes
 """
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from enum import Enum
 from functools import partial
+from itertools import islice
 from typing import TypeVar, TypeVarTuple
 
 from kvtier.base import JobId, OffloadingEvent, OffloadKey, ReqContext, overrides
@@ -25,7 +25,7 @@ from kvtier.tiering.base import (
     PurgeOutcome,
     SecondaryTierManager,
 )
-from kvtier.tiering.breaker import MAX_WAITING_S, CircuitBreaker, LoadBackoff
+from kvtier.tiering.breaker import MAX_WAITING_S, CallFailure, CircuitBreaker, LoadBackoff, Submission
 from kvtier.tiering.departures import TierDeparture, TierLosses, being_purged, down, make_departures
 from kvtier.tiering.load_times import LoadTimes
 
@@ -40,26 +40,9 @@ STORE_BUDGET_DIVISOR = 8
 MAX_OPEN_LOOKUPS = 65_536
 """Keys remembered per tier that were answered None. A request that waits for one more wakes at its deadline."""
 
-
-class Submission(Enum):
-    """Result of submitting a job to a tier."""
-
-    STARTED = "started"
-    DECLINED = "declined"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True)
-class CallFailure:
-    """A call to a tier that raised.
-
-    Attributes:
-        call: the method.
-        error: what it raised.
-    """
-
-    call: str
-    error: Exception
+MAX_ASKED_AGAIN, MAX_UNANSWERED = 1024, 32
+"""Keys that are looked up again in a step in a tier without ``drain_answered``: in all, and without an answer. Each
+takes a microsecond or more. Fewer let answers wait for later steps; more cost each step a millisecond meanwhile."""
 
 
 class GuardedTier:
@@ -112,7 +95,7 @@ class GuardedTier:
         self.is_out_of_service = False
         self.reports_jobs = True
         self.is_purging = False
-        self.open_lookups: dict[OffloadKey, ReqContext] = {}
+        self.open_lookups: OrderedDict[OffloadKey, ReqContext] = OrderedDict()
         self.dropped: set[OffloadKey] = set()
         self.was_active = True  # the first poll takes what the tier has counted since its start
         self.departed = make_departures(self.name, tier.capacity_blocks, clock)
@@ -242,8 +225,8 @@ class GuardedTier:
     def drain_answered(self, is_awaited: Callable[[OffloadKey], bool]) -> Collection[OffloadKey]:
         """Return the keys whose pending lookup has an answer now.
 
-        A tier that does not keep track is called once more for each key, which is cheaper than waking every request
-        that waits for one of them.
+        A tier that does not keep track is called again for some of them, in turn: that is cheaper than waking every
+        request that waits, and a step's cost does not grow with the requests that do.
 
         Args:
             is_awaited: whether a request still waits for a key; such a tier is not called for the others again.
@@ -256,10 +239,7 @@ class GuardedTier:
             outcome = self._call("drain_answered", as_list, self.tier.drain_answered)
             answered = None if isinstance(outcome, CallFailure) else outcome
         if answered is None:
-            self.open_lookups = {
-                key: context for key, context in self.open_lookups.items() if is_awaited(key)
-            }
-            answered = [key for key, context in self.open_lookups.items() if self._has_answer(key, context)]
+            answered = self._ask_again(is_awaited)
         pending = self.open_lookups
         for owner in {pending.pop(key, None) for key in answered}:  # a request has looked for many keys
             self.breaker.end_lookup(owner)
@@ -420,6 +400,21 @@ class GuardedTier:
         return ({} if isinstance(own, CallFailure) else own) | {
             "promotion_s": self.promotion_latency.snapshot()
         }
+
+    def _ask_again(self, is_awaited: Callable[[OffloadKey], bool]) -> list[OffloadKey]:
+        """Look up again what was looked up longest ago, while answers come; return what has one."""
+        pending, answered, num_unanswered = self.open_lookups, [], 0
+        for key in list(islice(pending, MAX_ASKED_AGAIN)):
+            if not is_awaited(key):
+                del pending[key]
+            elif self._has_answer(key, pending[key]):
+                answered.append(key)
+            else:
+                pending.move_to_end(key)
+                num_unanswered += 1
+                if num_unanswered == MAX_UNANSWERED:
+                    break
+        return answered
 
     def _has_answer(self, key: OffloadKey, req_context: ReqContext) -> bool:
         """Look ``key`` up once more; a raise is an answer: the block is absent."""

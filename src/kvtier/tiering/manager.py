@@ -332,8 +332,8 @@ class TieringOffloadingManager(OffloadingManager):
         for tier in self._tiers:
             tier.reset(epoch, model)
 
-    def pin(self, keys: Collection[OffloadKey], lease_s: float) -> PinnedBlocks:
-        return self.leases.pin(keys, lease_s)
+    def pin(self, keys: Collection[OffloadKey], lease_s: float, *, needs_block: bool = False) -> PinnedBlocks:
+        return self.leases.pin(keys, lease_s, needs_block=needs_block)
 
     def unpin(self, keys: Collection[OffloadKey] | None) -> int:
         return self.leases.unpin(keys)

@@ -5,14 +5,19 @@ region with its rank and copies between it and the device. ``cpu/spec.py`` says 
 """
 
 import logging
+import time
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import ClassVar
 
 from kvtier.config import LoadIf, OffloadingConfig
+from kvtier.conflicts import PLACE_SETTINGS
 from kvtier.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.cpu.spec import CPUOffloadingSpec
 from kvtier.errors import ConfigError, MissingExtraError, PlaceError, TierError, describe_foreign
+from kvtier.quantities import parse_bytes, size_in_words
+from kvtier.redaction import redact
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.factory import create_secondary_tier
 from kvtier.tiering.manager import TieringOffloadingManager
@@ -22,6 +27,13 @@ logger = logging.getLogger(__name__)
 ROW_ALIGNMENT_BYTES = 4096
 """Rows begin on a page as soon as there is a secondary tier: direct I/O needs it, and every process of an
 engine derives it from the configuration alone. Costs less than a page a row."""
+
+INDEX_WAIT_S = 1.0
+"""Seconds that the line of a tier waits until all tiers have counted what they held before the start. With zero it says
+"0 blocks found so far" of any directory; more delays the start by a large one, whose blocks are found all the same."""
+
+COUNTS = (".indexed_blocks", ".blocks")
+"""Names of the numbers that say how many blocks a tier holds."""
 
 
 class TieringOffloadingSpec(CPUOffloadingSpec):
@@ -41,6 +53,16 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
         if "secondary_tiers" not in config.extra_config:
             raise ConfigError("secondary_tiers", None, 'must be a list such as [{"type": "fs", ...}]')
         super().__init__(config)
+        self._started: list[tuple[Mapping[str, object], SecondaryTierManager]] = []
+
+    def describe_start(self) -> list[str]:
+        end_s = time.monotonic() + INDEX_WAIT_S
+        are_indexed = [_is_indexed(tier, end_s - time.monotonic()) for _, tier in self._started]
+        numbers = self.get_manager().stats()
+        return super().describe_start() + [
+            describe_tier(position, entry, numbers, is_indexed=is_indexed)
+            for position, ((entry, _), is_indexed) in enumerate(zip(self._started, are_indexed, strict=True))
+        ]
 
     def build_manager(self, region: SharedOffloadRegion | None) -> TieringOffloadingManager:
         assert region is not None, "this spec needs a region"
@@ -75,15 +97,51 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
                 except (TierError, PlaceError, MissingExtraError) as error:
                     if entry.get("required"):
                         raise
-                    logger.warning("secondary tier left out, the engine starts without it: %s", error)
+                    logger.warning(
+                        "kvtier: a secondary tier is left out, the engine starts without it: %s", error
+                    )
                     continue
                 _check_reachable(tiers[-1])
+                self._started.append((entry, tiers[-1]))
         except BaseException:
             for tier in tiers:
                 with suppress(Exception):  # the first error is raised, not one of a foreign tier's end
                     tier.shutdown(0.0)
             raise
         return tiers
+
+
+def describe_tier(
+    position: int, entry: Mapping[str, object], numbers: Mapping[str, float], *, is_indexed: bool
+) -> str:
+    """Return what an operator wants to know of a tier that has started. Pure.
+
+    Args:
+        position: its position in the order of lookups.
+        entry: its settings, as the user wrote them; a password in them is not shown.
+        numbers: the manager's, by dotted name.
+        is_indexed: whether the tier has counted what it held before the start.
+    """
+    name = str(entry["type"])
+    where = " ".join(str(redact(setting, entry[setting])) for setting in PLACE_SETTINGS if setting in entry)
+    capacity = entry.get("capacity_bytes")
+    size = (
+        "no limit of its own" if capacity is None else f"at most {size_in_words(parse_bytes('', capacity))}"
+    )
+    prefix = f"tier.{position}."
+    counts = (number for key, number in numbers.items() if key.startswith(prefix) and key.endswith(COUNTS))
+    num_blocks = next(counts, None)
+    if num_blocks is None:
+        found = "its blocks are looked up there and not counted"
+    else:
+        found = f"{num_blocks:,.0f} blocks found" + ("" if is_indexed else " so far")
+    return f"tier {position} {name}: {where + ', ' if where else ''}{size}, {found}"
+
+
+def _is_indexed(tier: SecondaryTierManager, timeout_s: float) -> bool:
+    with suppress(Exception):  # foreign: a line of the log is worth no start
+        return tier.wait_indexed(max(0.0, timeout_s))
+    return False
 
 
 def _check_reachable(tier: SecondaryTierManager) -> None:

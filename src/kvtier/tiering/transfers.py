@@ -17,9 +17,10 @@ from kvtier.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvtier.errors import InvariantError
 from kvtier.tiering.announcements import Announcements
 from kvtier.tiering.base import JobMetadata, JobResult
+from kvtier.tiering.breaker import Submission
 from kvtier.tiering.cascade import PlannedCascade
 from kvtier.tiering.departures import TierDeparture
-from kvtier.tiering.guard import GuardedTier, Submission
+from kvtier.tiering.guard import GuardedTier
 
 
 @dataclass(eq=False, slots=True)

@@ -137,7 +137,7 @@ def test_without_matplotlib_a_line_says_so_and_the_numbers_are_kept(
 
     run_suite(suite, json_path=tmp_path / "fake.json", picture_path=tmp_path / "fake.svg", out=out)
 
-    assert "kvtier[plot]" in out.getvalue().splitlines()[-1]
+    assert ".[plot]" in out.getvalue().splitlines()[-1]
     assert [path.name for path in tmp_path.iterdir()] == ["fake.json"]
 
 

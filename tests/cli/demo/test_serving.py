@@ -49,10 +49,10 @@ def test_both_engines_have_the_same_device_pool_and_one_has_no_tier() -> None:
 
 
 def test_settings_of_the_users_take_precedence() -> None:
-    config = config_with(SetUp(None, 8, 2**20, "fs", {"max_in_flight_store_bytes": 5}))
+    config = config_with(SetUp(None, 8, 2**20, "fs", {"max_in_flight_store_bytes": 5120}))
 
     assert config.extra_config is not None
-    assert config.extra_config["secondary_tiers"][0]["max_in_flight_store_bytes"] == 5
+    assert config.extra_config["secondary_tiers"][0]["max_in_flight_store_bytes"] == 5120
 
 
 def test_the_pool_has_room_for_the_longest_conversation_and_little_more() -> None:

@@ -55,12 +55,28 @@ def test_stats_prints_every_number(engine: Engine, run: Run) -> None:
     assert all(name in out for name in engine.half.stats())
 
 
-def test_a_command_without_an_engine_is_one_line(runtime: Path, run: Run) -> None:
-    for command in ("stats", "recent"):
-        status, _, err = run(command)
-        assert status == 2
-        assert len(err.splitlines()) == 1
-        assert str(runtime) in err
+def test_without_an_engine_every_command_says_the_same_line_and_ends_with_status_one(
+    runtime: Path, run: Run, tmp_path: Path
+) -> None:
+    tokens = tmp_path / "tokens.json"
+    tokens.write_text("[1, 2, 3]")
+    commands = [
+        ["ps"],
+        ["stats"],
+        ["recent"],
+        ["top", "--once"],
+        ["why"],
+        ["audit"],
+        ["drain"],
+        ["ps", "--json"],
+    ]
+    commands += [[name, "--tokens", str(tokens)] for name in ("pin", "unpin", "prefetch")]
+    commands += [["purge", "--instance", "chat", "--all"], ["why", "--json"], ["stats", "chat"]]
+    answers = {run(*command)[::2] for command in commands}
+    ((status, err),) = answers
+    assert status == 1
+    assert err.startswith(f"kvtier: no engine with a control socket runs as this user; looked in {runtime}")
+    assert len(err.splitlines()) == 1
 
 
 def test_an_engine_can_be_named_by_its_process(engine: Engine, run: Run) -> None:

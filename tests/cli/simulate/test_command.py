@@ -389,7 +389,7 @@ def test_without_the_library_for_plots_the_extra_is_named(
     )
 
     assert run(trace, "--html", str(tmp_path / "page.html")) == 2
-    assert "pip install 'kvtier[plot]'" in capsys.readouterr().err
+    assert "pip install '.[plot]'" in capsys.readouterr().err
     assert run(trace) == 0
 
 

@@ -39,7 +39,7 @@ def test_a_tier_is_told_which_blocks_are_worth_writing() -> None:
 
 
 def test_a_budget_in_bytes_becomes_blocks_for_a_simulated_block_has_one_byte() -> None:
-    budgets = [apply(f"fs.max_in_flight_store_bytes={size}")[0].settings for size in ("1KiB", "5")]
+    budgets = [apply(f"fs.max_in_flight_store_bytes={size}")[0].settings for size in ("1KiB", "5B")]
 
     assert [settings.max_in_flight_store_bytes for settings in budgets] == [10, 1]
 

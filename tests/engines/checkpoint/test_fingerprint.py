@@ -11,6 +11,7 @@ pytest.importorskip("blake3", reason="needs BLAKE3: pip install 'kvtier[vllm]'")
 from kvtier.engines.checkpoint import DigestCache, Fingerprint, FingerprintJob
 from kvtier.engines.checkpoint import fingerprint as module
 from kvtier.errors import FingerprintError
+from kvtier.quantities import size_in_words
 
 PIECE_BYTES = 1 << 12
 LONG = bytes(range(256)) * 45 + b"end"
@@ -175,11 +176,11 @@ def test_a_start_that_waits_says_how_far_it_is_and_how_long_it_took(
 
         def now_ns(self) -> int:
             """Wait, then return the time."""
-            while "0.0 of 0.0 GB" not in caplog.text:
+            while "kvtier reads the fingerprint of m: 0 B of " not in caplog.text:
                 pass
             return super().now_ns()
 
     FingerprintJob(model, "m", SlowCache(None), progress_interval_s=0.001).wait()
 
-    assert "fingerprint of m: 0.0 of 0.0 GB, 0.0 GB/s" in caplog.text
-    assert "fingerprint of m: 3 files of 0.0 GB, 0.0 GB of them read in" in caplog.text
+    size = size_in_words(sum(path.stat().st_size for path in model.iterdir()))
+    assert f"kvtier has read the fingerprint of m: 3 files of {size}, {size} of them in" in caplog.text

@@ -69,7 +69,7 @@ def test_layer_first_pages_are_gathered_through_rows_of_kvtiers_own() -> None:
 def test_a_batch_larger_than_the_staging_rows_is_moved_in_several_calls(make_storage: MakeStorage) -> None:
     pool = HeadsPool("layer_first")
     pool.fill(1)
-    storage = make_storage(pool, extra_config={"staging_bytes": 1})
+    storage = make_storage(pool, extra_config={"staging_bytes": "1B"})
     pages = [pool.page(number) for number in range(16)]
     assert storage.batch_set_v1(KEYS, pool.slots(*range(16))) == [True] * 16
     pool.fill(2)

@@ -34,7 +34,7 @@ def test_a_setting_that_cannot_work_is_refused_at_once(
 
 @pytest.mark.parametrize(
     ("extra_config", "message"),
-    [({}, "cpu_bytes_to_use.*required"), ({"cpu_bytes_to_use": 100}, "less than one block")],
+    [({}, "cpu_bytes_to_use.*required"), ({"cpu_bytes_to_use": "100B"}, "less than one block")],
 )
 def test_a_host_tier_without_room_is_refused(
     llama: LlamaForCausalLM,

@@ -71,11 +71,12 @@ def test_a_tenant_s_prompt_is_pinned_by_its_name_and_no_other_one_s(
     engine = make_engine(llama, extra_config=settings)
     engine.run(prompt, 4, tenant="alice")
     engine.drain(GUARD_S)
-    for tenant, num_ready in (("alice", NUM_BLOCKS), ("bob", 0)):
-        pinned = carry_out(engine, runtime, "pin", token_ids=prompt, tenant=tenant)
-        assert (pinned["num_blocks"], pinned["num_ready"]) == (NUM_BLOCKS, num_ready)
-        ended = carry_out(engine, runtime, "unpin", token_ids=prompt, tenant=tenant)
-        assert ended["num_blocks"] == NUM_BLOCKS
+    pinned = carry_out(engine, runtime, "pin", token_ids=prompt, tenant="alice")
+    assert (pinned["num_blocks"], pinned["num_ready"]) == (NUM_BLOCKS, NUM_BLOCKS)
+    with pytest.raises(ControlError, match=f"host memory has none of the {NUM_BLOCKS} blocks"):
+        carry_out(engine, runtime, "pin", token_ids=prompt, tenant="bob")
+    assert carry_out(engine, runtime, "unpin", token_ids=prompt, tenant="bob")["num_blocks"] == 0
+    assert carry_out(engine, runtime, "unpin", token_ids=prompt, tenant="alice")["num_blocks"] == NUM_BLOCKS
     with pytest.raises(ControlError, match="must be a tenant of the engine's setting tenants"):
         carry_out(engine, runtime, "prefetch", token_ids=prompt, tenant="carol")
 

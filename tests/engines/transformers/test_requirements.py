@@ -25,4 +25,6 @@ def test_a_missing_library_names_the_extra(module: str) -> None:
         text=True,
         check=True,
     )
-    assert done.stdout == f"module {module!r} is missing: pip install 'kvtier[transformers]'\n"
+    assert (
+        done.stdout == f"module {module!r} is missing: pip install '.[transformers]' in kvtier's checkout\n"
+    )

@@ -318,7 +318,7 @@ def test_weights_that_nothing_names_are_refused_with_tiers_and_only_with_them(
 ) -> None:
     alone = with_kvtier(vllm_config)
     lasting = with_kvtier(
-        vllm_config, secondary_tiers=[{"type": "fs", "root_dir": "/x", "capacity_bytes": 1}]
+        vllm_config, secondary_tiers=[{"type": "fs", "root_dir": "/x", "capacity_bytes": "1B"}]
     )
     for config in (alone, lasting):
         config.load_config.load_format = "auto"

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -20,8 +21,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvtier.connector.common import OffloadingConnectorMetadata, OffloadingWorkerMetadata
 from kvtier.engines.vllm import KVTierConnector
-from kvtier.engines.vllm.compat import HAS_FAILED_RECVING
+from kvtier.engines.vllm.compat import HAS_FAILED_RECVING, release
 from kvtier.errors import ConfigError, KVCacheLayoutError
+from kvtier.operating import __version__
 
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
 
@@ -84,6 +86,37 @@ def test_a_core_that_vllm_takes_from_its_workers_for_a_connector_is_named_once(
     lines = [record.getMessage() for record in caplog.records if "RESERVED_CPU" in record.getMessage()]
     assert len(lines) == is_warned
     assert all("set VLLM_CPU_NUM_OF_RESERVED_CPU=1" in line for line in lines)
+
+
+def test_the_first_lines_say_that_it_works_with_what_and_how_to_watch_it(
+    vllm_config: VllmConfig, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    tier = {"type": "fs", "root_dir": str(tmp_path / "kv"), "capacity_bytes": "4MiB"}
+    config = with_kvtier(vllm_config, instance_id="first-lines", secondary_tiers=[tier])
+    with caplog.at_level(logging.INFO, logger="kvtier"):
+        KVTierConnector(config, SCHEDULER, cache_config(group(full(), "a", "b"))).shutdown()
+
+    lines = [record.getMessage() for record in caplog.records if record.name.endswith("vllm.connector")]
+    assert lines[:4] == [
+        f"kvtier {__version__} keeps the KV cache of {config.model_config.model} (full x2) for vLLM {release()}",
+        "kvtier: host memory 1.0 MiB: 256 blocks of 16 tokens and 4.0 KiB, room for 4,096 tokens",
+        f"kvtier: tier 0 fs: {tmp_path}/kv, at most 4.0 MiB, 0 blocks found",
+        "kvtier: instance first-lines, watch it with: kvtier top first-lines",
+    ]
+    assert [line for line in lines if not line.startswith("kvtier")] == []
+
+
+def test_without_a_control_socket_the_last_line_says_so(
+    vllm_config: VllmConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = with_kvtier(vllm_config, instance_id="unwatched", control_socket=False, metrics_port=0)
+    with caplog.at_level(logging.INFO, logger="kvtier"):
+        KVTierConnector(config, SCHEDULER, cache_config(group(full(), "a"))).shutdown()
+
+    assert (
+        "kvtier: instance unwatched, it has no control socket, so kvtier top cannot watch it"
+        in caplog.messages
+    )
 
 
 def test_failed_loads_are_computed_instead_of_ending_the_request(

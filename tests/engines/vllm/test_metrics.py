@@ -207,6 +207,35 @@ def test_a_report_of_nothing_is_empty(data: Mapping[str, Any] | None) -> None:  
     assert stats.reduce() == {}
 
 
+def test_the_log_of_an_interval_has_prompt_tokens_by_origin_and_the_hit_ratio() -> None:
+    numbers = {
+        "connector.prompt_tokens.device": 1000,
+        "connector.prompt_tokens.host": 500,
+        "connector.prompt_tokens.fs": 250,
+        "connector.missed_tokens.never_seen": 200,
+        "connector.missed_tokens.last_token": 50,
+        "connector.load_bytes": 4096,
+        "connector.load_time_s": 0.25049,
+    }
+    assert GrowthMeter().report(numbers, {}).reduce() == {
+        "prompt_tokens": 2000,
+        "device_tokens": 1000,
+        "fs_tokens": 250,
+        "host_tokens": 500,
+        "computed_tokens": 250,
+        "hit_ratio": 0.75,
+        "load_bytes": 4096,
+        "load_time_s": 0.25,
+        "store_bytes": 0,
+        "store_time_s": 0,
+    }
+
+
+def test_without_a_token_that_the_device_lacked_there_is_no_hit_ratio() -> None:
+    logged = GrowthMeter().report({"connector.prompt_tokens.device": 10}, {}).reduce()
+    assert (logged["prompt_tokens"], "hit_ratio" in logged) == (10, False)
+
+
 def test_reset_forgets_everything() -> None:
     stats, *_ = three_reports()
 

@@ -94,6 +94,8 @@ BAD_SETTINGS: dict[str, tuple[dict[str, object], str]] = {
         SETTINGS | {"secondary_tiers": [{"type": "fs", "root_dirs": "/x"}]},
         "did you mean 'root_dir'",
     ),
+    "more host memory than the machine has": ({"cpu_bytes_to_use": "9999TiB"}, "more than this machine has"),
+    "a size without its unit": ({"cpu_bytes_to_use": 32}, 'did you mean "32GiB"'),
     "no list of tiers": (SETTINGS | {"secondary_tiers": "fs"}, "must be a list"),
 }
 
@@ -145,7 +147,7 @@ def test_a_missing_client_library_is_refused_only_for_a_required_tier(
     tier = {"type": "valkey", "url": "redis://127.0.0.1:1"}
 
     make_config(model_folder, SETTINGS | {"secondary_tiers": [tier]})
-    with pytest.raises(MissingExtraError, match=r"pip install 'kvtier\[valkey\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install '.\[valkey\]'"):
         make_config(model_folder, SETTINGS | {"secondary_tiers": [tier | {"required": True}]})
 
 

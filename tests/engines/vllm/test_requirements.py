@@ -13,5 +13,5 @@ def test_a_missing_vllm_names_the_extra_that_brings_it(monkeypatch: pytest.Monke
     for name in [name for name in sys.modules if name.startswith("kvtier.engines.vllm")]:
         monkeypatch.delitem(sys.modules, name)
 
-    with pytest.raises(MissingExtraError, match=r"pip install 'kvtier\[vllm\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install '.\[vllm\]'"):
         importlib.import_module("kvtier.engines.vllm")

@@ -123,4 +123,4 @@ def test_the_longest_key_fits() -> None:
 def test_without_xxhash_the_error_names_the_extra() -> None:
     program = "import sys; sys.modules['xxhash'] = None; import kvtier.tiering.kit.envelope"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert "pip install 'kvtier[fs]'" in done.stderr
+    assert "pip install '.[fs]'" in done.stderr

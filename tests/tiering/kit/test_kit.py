@@ -23,7 +23,7 @@ def test_each_name_is_there(name: str) -> None:
 def test_without_the_library_for_checksums_the_import_names_the_extra() -> None:
     done = run(NO_XXHASH + "from kvtier.tiering.kit import ThreadedTier")
     assert "MissingExtraError" in done.stderr
-    assert "pip install 'kvtier[fs]'" in done.stderr
+    assert "pip install '.[fs]'" in done.stderr
 
 
 def test_without_the_library_for_checksums_the_example_tier_and_every_setting_are_there() -> None:

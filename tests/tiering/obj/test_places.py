@@ -134,4 +134,4 @@ def test_without_the_client_library_the_extra_is_named() -> None:
         "except MissingExtraError as error: print(error)\n"
     )
     said = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
-    assert "pip install 'kvtier[obj]'" in said
+    assert "pip install '.[obj]'" in said

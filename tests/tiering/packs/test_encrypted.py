@@ -255,4 +255,4 @@ def test_plain_tiers_need_no_library(tmp_path: Path) -> None:
 
 
 def test_a_missing_library_is_named_with_its_extra(ring: Path, tmp_path: Path) -> None:
-    assert "kvtier[encryption]" in open_without_library(tmp_path / "fs", ring).stderr
+    assert ".[encryption]" in open_without_library(tmp_path / "fs", ring).stderr

@@ -24,7 +24,7 @@ from kvtier.cli.processes import ended_like_interrupted
 from kvtier.cli.simulate.options import parse_value
 from kvtier.errors import ConfigError, EngineStateError
 from kvtier.input_files import is_dir
-from kvtier.quantities import parse_bytes
+from kvtier.quantities import parse_capacity
 from kvtier.tiering.factory import TIER, TIERS, check_tier_config
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def demo(
     then serves the last turns again. Tokens are bytes. Exit status 1 when any answer differs.
     """
     options = {name: str(value) if isinstance(value, Path) else value for name, value in locals().items()}
-    host_bytes = parse_bytes("--cpu-bytes", cpu_bytes)
+    host_bytes = parse_capacity("--cpu-bytes", cpu_bytes)
     if model is not None and not is_dir(model):
         raise ConfigError("--model", str(model), "must be a directory with a model of transformers")
     with naming_options({TIER: "--tier"}):

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from kvtier.cli.live.tenants import list_tenants
 from kvtier.cli.output import JsonOption, make_console, make_table, print_json
-from kvtier.errors import ControlError
+from kvtier.errors import ControlError, NoEngineError
 from kvtier.misses import RequestRecord
 from kvtier.observe.control_client import (
     EngineConnection,
@@ -26,24 +26,20 @@ InstanceArgument = Annotated[
     typer.Argument(metavar="[ID]", help="Instance or process id; not needed where one engine runs."),
 ]
 
-NOT_FOUND_STATUS = 1
-
 
 def ps(as_json: JsonOption = False) -> None:
     """List this user's engines: id, process, model, engine, uptime, tiers and how full they are.
 
-    Exit status 1 when there is none.
+    Raises:
+        NoEngineError: there is none.
     """
     rows = [describe_instance(instance) for instance in find_instances()]
     if as_json:
         print_json(rows)
     elif rows:
         make_console().print(make_instance_table(rows))
-    else:
-        places = ", ".join(map(str, list_runtime_folders()))
-        typer.echo(f"kvtier: no engine with a control socket runs as this user; looked in {places}", err=True)
     if not rows:
-        raise typer.Exit(NOT_FOUND_STATUS)
+        raise NoEngineError(list_runtime_folders())
 
 
 def stats(instance_id: InstanceArgument = None, as_json: JsonOption = False) -> None:

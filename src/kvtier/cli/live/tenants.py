@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.cli.output import size_in_words
+from kvtier.quantities import size_in_words
 
 HOST = "host"
 HOST_BYTES = "primary.tenant_bytes."

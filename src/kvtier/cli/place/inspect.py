@@ -11,7 +11,6 @@ from typing import Any
 import typer
 
 from kvtier.base import TENANT_BYTES
-from kvtier.cli.output import size_in_words
 from kvtier.cli.place.options import (
     ConfigOption,
     JsonOption,
@@ -27,6 +26,7 @@ from kvtier.cli.place.options import (
 from kvtier.cli.place.request_tenants import RequestTenants, read_engine_settings
 from kvtier.errors import NamespaceDocumentError
 from kvtier.namespace import differences
+from kvtier.quantities import size_in_words
 from kvtier.tenants import make_tenants
 from kvtier.tiering.kit.place import Amount, Place, PlaceBlock, PlaceNamespace, PlaceSummary
 

@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from kvtier.cli.live.steer import purge_living
-from kvtier.cli.output import size_in_words
 from kvtier.cli.place.options import (
     ConfigOption,
     JsonOption,
@@ -34,6 +33,7 @@ from kvtier.cli.place.request_tenants import (
 )
 from kvtier.errors import ConfigError, TierError
 from kvtier.namespace import is_older_layout
+from kvtier.quantities import size_in_words
 from kvtier.tiering.kit.place import Amount, Place, PlaceBlock, PlaceNamespace
 from kvtier.tiering.places import names_of_place_tiers
 

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtier.cli.output import size_in_words
 from kvtier.cli.place.options import (
     JsonOption,
     KeyFileOption,
@@ -24,7 +23,7 @@ from kvtier.cli.place.options import (
     progress_bar,
 )
 from kvtier.errors import ConfigError
-from kvtier.quantities import parse_bytes
+from kvtier.quantities import parse_bytes, size_in_words
 from kvtier.tiering.kit.place import DAMAGE, FAULTS_OF_PLACE, NOTHING, Amount, BlockState, Place, PlaceBlock
 
 DEFAULT_RATE = "200MiB"

@@ -12,7 +12,7 @@ from kvtier.cli.output import STDERR_FD, JsonOption, print_json
 from kvtier.cli.record.child import run_command
 from kvtier.config import TRACE_VARIABLE
 from kvtier.errors import ConfigError, TraceError
-from kvtier.quantities import parse_bytes
+from kvtier.quantities import parse_capacity
 from kvtier.recording.recorder import (
     MAX_BYTES_VARIABLE,
     MIN_BYTES,
@@ -133,7 +133,7 @@ def record(
         raise ConfigError("record", str(out), "give either -- COMMAND ... or --kv-events ENDPOINT")
     if kv_events is None and (bind or seconds is not None or batches is not None):
         raise ConfigError("record", str(out), "--bind, --seconds and --batches go with --kv-events")
-    max_bytes = parse_bytes("--max-size", max_size)
+    max_bytes = parse_capacity("--max-size", max_size)
     if max_bytes < MIN_BYTES:
         raise ConfigError("--max-size", max_size, f"must be at least {MIN_BYTES}: no request would fit")
     out = out.absolute()

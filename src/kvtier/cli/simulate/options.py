@@ -257,11 +257,9 @@ def blocks_of(option: str, size: str, block_bytes: int) -> int:
     """
     num_blocks = parse_bytes(option, size) // block_bytes
     if num_blocks < 1:
-        raise ConfigError(
-            option,
-            size,
-            f"is smaller than a block of the trace ({block_bytes} bytes): give at least that much",
-        )
+        meant = f', or did you mean "{size.strip()}GiB"?' if size.strip().isdigit() else ""
+        remedy = f"is smaller than a block of the trace ({block_bytes} bytes): give at least that much{meant}"
+        raise ConfigError(option, size, remedy)
     return num_blocks
 
 

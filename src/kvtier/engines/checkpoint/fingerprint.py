@@ -31,6 +31,7 @@ from kvtier.engines.checkpoint.files import (
 )
 from kvtier.errors import FingerprintError
 from kvtier.limits import count_usable_cores
+from kvtier.quantities import size_in_words
 
 logger = logging.getLogger(__name__)
 
@@ -138,38 +139,37 @@ class FingerprintJob:
         """
         while not self._is_done.wait(self._progress_interval_s):
             done, total, rate = self._progress()
-            logger.info("fingerprint of %s: %.1f of %.1f GB, %.1f GB/s", self._label, done, total, rate)
+            logger.info(
+                "kvtier reads the fingerprint of %s: %s of %s, %s/s",
+                self._label,
+                *map(size_in_words, (done, total, rate)),
+            )
         if self._error is not None:
             raise self._error
         assert self._result is not None, "a job that is done has a result or an error"
         self._log_end(self._result)
         return self._result
 
-    def _progress(self) -> tuple[float, float, float]:
+    def _progress(self) -> tuple[int, int, float]:
         with self._lock:
-            done, total = self._num_read_bytes / 1e9, self._num_total_bytes / 1e9
+            done, total = self._num_read_bytes, self._num_total_bytes
         end_s = self._ended_s or time.monotonic()
         return done, total, done / max(end_s - self._began_s, 1e-9)
 
     def _log_end(self, result: Fingerprint) -> None:
         done, _, rate = self._progress()
-        num_files, num_gigabytes = len(result.files), result.num_bytes / 1e9
+        num_files = len(result.files)
+        files = f"{num_files} {'file' if num_files == 1 else 'files'} of {size_in_words(result.num_bytes)}"
         if not result.num_read_bytes:
-            logger.info(
-                "fingerprint of %s: %d files of %.1f GB, cached by an earlier start",
-                self._label,
-                num_files,
-                num_gigabytes,
-            )
+            logger.info("kvtier knows the fingerprint of %s from an earlier start: %s", self._label, files)
             return
         logger.info(
-            "fingerprint of %s: %d files of %.1f GB, %.1f GB of them read in %.1f s, %.1f GB/s",
+            "kvtier has read the fingerprint of %s: %s, %s of them in %.1f s, %s/s",
             self._label,
-            num_files,
-            num_gigabytes,
-            done,
+            files,
+            size_in_words(done),
             self._ended_s - self._began_s,
-            rate,
+            size_in_words(rate),
         )
 
     def _run(self) -> None:

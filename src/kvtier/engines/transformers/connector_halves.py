@@ -1,5 +1,6 @@
 """Both halves of kvtier's connector in one process: how they are opened and ended."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
@@ -8,9 +9,11 @@ from kvtier.base import CanonicalKVCaches, OffloadingManager, OffloadingSpec
 from kvtier.config import OffloadingConfig
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.connector.worker import OffloadingConnectorWorker
-from kvtier.observe.control import open_control
+from kvtier.observe.control import describe_start, open_control
 from kvtier.observe.control_commands import PromptHasher
 from kvtier.recording.recorder import open_recorder
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +78,13 @@ def _open_scheduler(
     recorder = open_recorder(spec.config, clock=clock)
     control = open_control(spec.config, hash_prompt)
     try:
-        return OffloadingConnectorScheduler(spec, recorder, clock, control)
+        scheduler = OffloadingConnectorScheduler(spec, recorder, clock, control)
     except BaseException:
         if recorder is not None:
             recorder.close()
         if control is not None:
             control.close()
         raise
+    for line in describe_start(spec, "the embedded engine", control):
+        logger.info("%s", line)
+    return scheduler

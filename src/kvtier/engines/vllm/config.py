@@ -4,23 +4,18 @@ The results in the scheduler's process and in the workers must be equal except f
 depend only on what vLLM gives to both.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
-from vllm.config import CacheConfig, ModelConfig, VllmConfig
+from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MambaSpec
 
-from kvtier.config import OffloadingConfig, parse_settings
-from kvtier.conflicts import DEFAULT_SPEC, TIERING_SPEC, refuse_conflicts
-from kvtier.cpu.policies import create_cache_policy
+from kvtier.config import OffloadingConfig
 from kvtier.engines.vllm import compat
 from kvtier.engines.vllm.groups import ALIGN_REMEDY, ALIGNED, first_spec, make_kv_groups, mark_replicated
 from kvtier.engines.vllm.host_memory import count_engines, count_host_bytes
 from kvtier.engines.vllm.identity import make_model_identity
-from kvtier.errors import ConfigError, MissingExtraError, ModelError
-from kvtier.tenants import make_tenants
-from kvtier.tiering.factory import check_tier_config, require_encryption
+from kvtier.errors import ConfigError, ModelError
 
 ENGINE_KIND = "vllm"
 """Name of this engine in namespaces; another engine has another layout of bytes."""
@@ -202,33 +197,10 @@ def check_drafted_states(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
             raise ConfigError("speculative_config", method, remedy)
 
 
-def check_settings(extra_config: Mapping[str, Any]) -> None:  # Any: JSON of the user
-    """Refuse settings of kvtier that cannot work, as far as they show it without an engine.
-
-    What needs the model's page sizes, or a tier's backend, is found when the connector is built. The settings of a spec
-    of the user's own are left to it.
-
-    Raises:
-        KVTierError: as ``check_before_start`` of the plug-in.
-    """
-    settings = parse_settings(extra_config)
-    refuse_conflicts(settings)
-    if settings.spec_name not in (None, DEFAULT_SPEC, TIERING_SPEC):
-        return
-    if settings.cpu_bytes_to_use is None:
-        remedy = 'is required: host memory over all workers, such as "8GiB", or "auto"'
-        raise ConfigError("cpu_bytes_to_use", settings.cpu_bytes_to_use, remedy)
-    create_cache_policy(settings.eviction_policy, 1)
-    make_tenants(settings)
-    for entry in settings.secondary_tiers:
-        try:
-            name, tier_class, common, _ = check_tier_config(entry)
-        except MissingExtraError:
-            if entry.get("required"):
-                raise
-            continue  # the start goes on without the tier, and says so
-        if settings.encryption is not None:
-            require_encryption(name, tier_class, common)
+def count_local_engines(parallel_config: ParallelConfig) -> int:
+    """Return how many engines of a server keep all of their memory on this machine; 0: none, or it is not known."""
+    is_local = parallel_config.distributed_executor_backend in LOCAL_EXECUTORS
+    return int(parallel_config.data_parallel_size_local) if is_local else 0
 
 
 def check_rope(model_config: ModelConfig) -> None:

@@ -25,12 +25,11 @@ from kvtier.connector.offloading_connector import OffloadingConnector
 from kvtier.engines.vllm import compat
 from kvtier.engines.vllm.config import make_offloading_config
 from kvtier.engines.vllm.engine_watch import EngineWatch, watch_engine_cores
-from kvtier.engines.vllm.groups import describe_groups
 from kvtier.engines.vllm.identity import LoadedWeightsNamer, start_fingerprints
 from kvtier.engines.vllm.metrics import GrowthMeter, KVTierPromMetrics, KVTierStats, StatsClock
 from kvtier.engines.vllm.scheduler_hooks import SchedulerHooks, VLLMPromptHasher
 from kvtier.engines.vllm.worker_hooks import WorkerHooks
-from kvtier.observe.control import EngineControl, open_control
+from kvtier.observe.control import EngineControl, describe_start, open_control
 from kvtier.observe.prometheus import MetricsServer, serve_metrics
 from kvtier.recording.recorder import open_recorder
 
@@ -80,9 +79,9 @@ class KVTierConnector(SchedulerHooks, WorkerHooks, KVConnectorBase_V1, SupportsH
                 self._connector, LoadedWeightsNamer(vllm_config, config.model), config.model
             )
             self._metrics = self._serve_metrics(vllm_config)
+            self._log_start(vllm_config)
             recompute_failed_loads(vllm_config)
             self._trusts_client_names = self._connector.spec.config.settings.trust_multi_modal_uuids
-            self._log_start(vllm_config)
 
     def get_kv_connector_stats(self) -> KVTierStats | None:
         """Return what has changed since the last report: once in an interval, and before the engine rests.
@@ -144,12 +143,12 @@ class KVTierConnector(SchedulerHooks, WorkerHooks, KVConnectorBase_V1, SupportsH
             raise
 
     def _log_start(self, vllm_config: VllmConfig) -> None:
-        config = self._connector.spec.config
-        logger.info("kvtier offloads the KV of %s: %s", config.model.name, describe_groups(config.groups))
+        for line in describe_start(self._connector.spec, f"vLLM {compat.release()}", self.control):
+            logger.info("%s", line)
         num_cores = compat.reserved_for_connector(vllm_config)
         if num_cores:
             logger.warning(
-                "vLLM leaves %d cores more idle because it has a connector, and kvtier needs none: set "
+                "kvtier needs no core of its own, and vLLM leaves %d idle because it has a connector: set "
                 "VLLM_CPU_NUM_OF_RESERVED_CPU=%d",
                 num_cores,
                 num_cores,

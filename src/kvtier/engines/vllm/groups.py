@@ -32,6 +32,7 @@ from vllm.v1.kv_cache_interface import (
 from kvtier.config import GroupKind, KVGroup, StatePart
 from kvtier.engines.vllm import compat
 from kvtier.errors import ModelError
+from kvtier.namespace import describe_groups
 
 KINDS: Mapping[type[KVCacheSpec], GroupKind] = {
     FullAttentionSpec: GroupKind.FULL,
@@ -166,11 +167,6 @@ def first_spec(group: KVCacheGroupSpec) -> KVCacheSpec:
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return next(iter(spec.kv_cache_specs.values()))
     return spec
-
-
-def describe_groups(groups: Sequence[KVGroup]) -> str:
-    """Return one line with the kind and number of layers of each group. Pure."""
-    return ", ".join(f"{group.kind.value} x{len(group.layer_names)}" for group in groups)
 
 
 def _make_group(kv_cache_config: KVCacheConfig, idx: int) -> KVGroup:

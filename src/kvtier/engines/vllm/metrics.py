@@ -16,6 +16,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvtier.histogram import HistogramSnapshot
+from kvtier.misses import DEVICE_ORIGIN, MISSED_TOKENS
 from kvtier.observe.family import Family, Kind, SampleFinder
 from kvtier.observe.metrics import DEVICE, FAMILIES
 
@@ -34,8 +35,10 @@ COUNTERS_INTERVAL_S = 1.0
 OWN_FAMILIES = tuple(family for family in FAMILIES if family not in DEVICE)
 """Families on vLLM's page; its device pool is vLLM's own, which has metrics of it."""
 
+PROMPT_TOKENS = "connector.prompt_tokens."
+
 IN_LOG = ("connector.load_bytes", "connector.load_time_s", "connector.store_bytes", "connector.store_time_s")
-"""What vLLM's log shows of an interval."""
+"""What vLLM's log shows of the copies of an interval."""
 
 
 class KVTierStats(KVConnectorStats):
@@ -78,15 +81,37 @@ class KVTierStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return, for the log, bytes and seconds of the copies of the interval; nothing when there was none."""
+        """Return, for the log, prompt tokens by origin and the copies of the interval; nothing when there were none.
+
+        ``hit_ratio`` is the share of what kvtier loaded in the prompt tokens that the device did not hold.
+        """
         counters = self.counters
-        if not any(counters.get(name) for name in IN_LOG):
+        loaded, computed = dict(sum_by_name(counters, PROMPT_TOKENS)), sum_by_name(counters, MISSED_TOKENS)
+        device, computed_tokens = loaded.pop(DEVICE_ORIGIN, 0), sum(computed.values())
+        tokens: dict[str, int | float] = {f"{name}_tokens": int(number) for name, number in loaded.items()}
+        missing = sum(loaded.values()) + computed_tokens
+        if missing or device:
+            tokens = {"prompt_tokens": int(missing + device), "device_tokens": int(device), **tokens}
+            tokens["computed_tokens"] = int(computed_tokens)
+        if missing:
+            tokens["hit_ratio"] = round(sum(loaded.values()) / missing, 3)
+        if not (tokens or any(counters.get(name) for name in IN_LOG)):
             return {}
-        return {name.removeprefix("connector."): counters.get(name, 0) for name in IN_LOG}
+        return tokens | {name.removeprefix("connector."): digits(counters.get(name, 0)) for name in IN_LOG}
 
     def is_empty(self) -> bool:
         """Return whether there is nothing to report."""
         return not (self.counters or self.gauges or self.histograms)
+
+
+def sum_by_name(counters: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """Return the counters that begin with ``prefix`` and have grown, by the rest of their names. Pure."""
+    return {name.removeprefix(prefix): n for name, n in counters.items() if name.startswith(prefix) and n}
+
+
+def digits(number: float) -> int | float:
+    """Return a number as a log shows it: whole, or with three decimals. Pure."""
+    return int(number) if float(number).is_integer() else round(number, 3)
 
 
 def add_buckets(

@@ -18,8 +18,9 @@ from kvtier.base import BlockIds, JobId, OffloadKey, ReqContext
 from kvtier.errors import TierError
 from kvtier.hints.envelope import add_envelope
 from kvtier.tiering.base import JobMetadata, JobResult
+from kvtier.tiering.breaker import Submission
 from kvtier.tiering.departures import TierDeparture
-from kvtier.tiering.guard import GuardedTier, Submission
+from kvtier.tiering.guard import GuardedTier
 
 logger = logging.getLogger(__name__)
 

@@ -200,9 +200,7 @@ def _read_texts(path: Path, *, may_be_cut: bool) -> Iterator[tuple[int, str]]:
             for number, text in enumerate(bounded_lines(file), start=1):
                 yield number, text
     except OSError as error:
-        raise TraceError(
-            path, None, error.strerror or str(error), "cannot be read: check the path"
-        ) from error
+        raise TraceError(path, None, None, f"cannot be read ({error.strerror or error})") from error
     except DAMAGES as error:
         if may_be_cut and isinstance(error, EOFError):
             _warn_cut(path, number + 1)
@@ -231,7 +229,8 @@ def _open(path: Path) -> TextIO:
 
 
 def _warn_cut(path: Path, number: int) -> None:
-    logger.warning("%s ends within line %d: its writer was killed; the lines before are read", path, number)
+    cause = "it is still being written, or its writer was killed; the lines before are read"
+    logger.warning("%s ends within line %d: %s", path, number, cause)
 
 
 def _parse(path: Path, number: int, text: str, *, is_first: bool) -> dict[str, Any]:  # Any: JSON
