@@ -26,10 +26,10 @@ from benchmarks.harness.tier_jobs import (
 from kvtier.base import make_offload_key
 from kvtier.config import OffloadingConfig
 from kvtier.namespace import Namespace
+from kvtier.tiering.fs import FSTier
 from kvtier.tiering.kit.encryption import encrypt_namespace
 from kvtier.tiering.kit.key_ring import add_entry, make_ring, write_ring
 from kvtier.tiering.kit.living_ring import LivingRing
-from kvtier.tiering.packs import PackTier
 
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 12, 6
 """At least; rounded up so that each contestant begins equally often."""
@@ -59,7 +59,7 @@ class Turns:
         num_blocks: of a put.
     """
 
-    def __init__(self, tier: PackTier, num_blocks: int) -> None:
+    def __init__(self, tier: FSTier, num_blocks: int) -> None:
         self._tier = tier
         self._num_blocks = num_blocks
         self._numbers = count()
@@ -121,9 +121,9 @@ def measure_tier(
         )
 
 
-def start_tier(config: OffloadingConfig, rows: memoryview, place: Path, *, is_direct: bool) -> PackTier:
+def start_tier(config: OffloadingConfig, rows: memoryview, place: Path, *, is_direct: bool) -> FSTier:
     """Build a tier with room for the blocks of some rounds."""
-    tier = PackTier(
+    tier = FSTier(
         config,
         rows,
         root_dir=place,

@@ -46,10 +46,10 @@ from benchmarks.harness.tier_jobs import (
     write_back,
 )
 from kvtier.base import OffloadKey, ReqContext
+from kvtier.tiering.fs import FSTier
+from kvtier.tiering.fs.pack_header import PackGeometry, disk_bytes_of
+from kvtier.tiering.fs.settings import plan_max_task_blocks
 from kvtier.tiering.kit.disk import plan_num_threads
-from kvtier.tiering.packs import PackTier
-from kvtier.tiering.packs.pack_header import PackGeometry, disk_bytes_of
-from kvtier.tiering.packs.settings import plan_max_task_blocks
 
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 6, 3
 """At least; rounded up so that each contestant begins equally often."""
@@ -293,10 +293,10 @@ def keys_of(case: DiskCase, number: int) -> list[OffloadKey]:
     return make_keys(case.num_blocks, number + NUM_SETS)
 
 
-def start_tier(case: DiskCase, rows: memoryview, root: Path) -> PackTier:
+def start_tier(case: DiskCase, rows: memoryview, root: Path) -> FSTier:
     """Build a tier with room for the blocks of some rounds, those of each in one pack."""
     pack_bytes = disk_bytes_of(PackGeometry(case.block_bytes, case.num_blocks))
-    tier = PackTier(
+    tier = FSTier(
         make_config(case.block_bytes),
         rows,
         root_dir=root.absolute(),

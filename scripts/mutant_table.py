@@ -156,24 +156,24 @@ MUTANTS = (
     ),
     Mutant(
         "a block that could not be recorded counts as stored",
-        "tiering/packs/store.py",
+        "tiering/fs/store.py",
         "succeeded = {*elsewhere, *plan.held, *kept, *others}",
         "succeeded = {*elsewhere, *plan.held, *kept, *others, *written}",
-        "tests/tiering/packs",
+        "tests/tiering/fs",
     ),
     Mutant(
         "a slot is reused while a slow load reads it",
-        "tiering/packs/slot_table.py",
+        "tiering/fs/slot_table.py",
         "        status.ref_cnt += 1\n        return SlotPin(key, status)",
         "        return SlotPin(key, BlockStatus(status.block_id))",
-        "tests/tiering/packs",
+        "tests/tiering/fs",
     ),
     Mutant(
         "a pack's failed write counts as written",
-        "tiering/packs/store.py",
+        "tiering/fs/store.py",
         ' was not written: {error}")\n            return []\n',
         ' was not written: {error}")\n',
-        "tests/tiering/packs",
+        "tests/tiering/fs",
     ),
     Mutant(
         "a refused SET counts as done",
@@ -239,10 +239,10 @@ MUTANTS = (
     ),
     Mutant(
         "the purge of a tenant takes the blocks of all",
-        "tiering/packs/own_blocks.py",
+        "tiering/fs/own_blocks.py",
         "[key for key in self._adopted if get_offload_tenant(key) == tenant]",
         "list(self._adopted)",
-        "tests/tiering/packs",
+        "tests/tiering/fs",
     ),
     Mutant(
         "ASK is taken for MOVED",

@@ -33,8 +33,8 @@ from kvtier.engines.common.step import StepOutput, WorkerOutput
 from kvtier.testing.tier_driver import make_rows
 from kvtier.tiering.base import JobMetadata, SecondaryTierManager
 from kvtier.tiering.factory import create_secondary_tier
+from kvtier.tiering.fs import FSTier
 from kvtier.tiering.manager import TieringOffloadingManager
-from kvtier.tiering.packs import PackTier
 from kvtier.tiering.primary import CPUPrimaryTierOffloadingManager
 
 NUM_SLOTS = 16
@@ -178,7 +178,7 @@ class Engine:
         leave_pack(create_secondary_tier(settings, rows, config))
         self.tier = create_secondary_tier(settings, rows, config)
         # Before it has read its directory a lookup waits, another way.
-        if not (isinstance(self.tier, PackTier) and self.tier.wait_indexed(WAIT_S)):
+        if not (isinstance(self.tier, FSTier) and self.tier.wait_indexed(WAIT_S)):
             raise RuntimeError(f"the fs tier has not read its directory in {WAIT_S} s")
         self.manager = TieringOffloadingManager(primary, [self.tier])
         self.connector = OffloadingConnectorScheduler(FakeSpec(config, self.manager))

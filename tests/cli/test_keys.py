@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("cryptography")
 
-from tests.tiering.packs.slots import stored_blocks
+from tests.tiering.fs.slots import stored_blocks
 
 from kvtier.base import JobId, OffloadKey, make_offload_key
 from kvtier.cli.config_checks import check_config

@@ -24,7 +24,7 @@ from kvtier.cli.demo.serving import SetUp, config_with, config_without, serve_tu
 from kvtier.cpu.region_file import SHARED_MEMORY_DIRECTORY
 from kvtier.engines.transformers import KVTierEngine
 from kvtier.engines.transformers.local_model import make_random_llama
-from kvtier.tiering.packs.system_calls import REAL_CALLS
+from kvtier.tiering.fs.system_calls import REAL_CALLS
 
 NUM_CONVERSATIONS, NUM_TURNS, NUM_DOCUMENT_TOKENS = 3, 2, 150
 NUM_DEVICE_BLOCKS, CPU_BYTES = 20, 20 * 2 * 64 * 16 * 4

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tiering.packs.engine import bytes_of_packs
+from tests.tiering.fs.engine import bytes_of_packs
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvtier.engines.transformers import EngineConfig, KVTierEngine

@@ -83,7 +83,7 @@ class FSNeighbour:
 
     def start(self) -> None:
         """Start it, in place of one that is dead."""
-        from tests.tiering.packs.peer import Peer
+        from tests.tiering.fs.peer import Peer
 
         self._peer = Peer(self._root, self._capacity_bytes)
 

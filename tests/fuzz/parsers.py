@@ -28,6 +28,20 @@ from kvtier.observe.control_wire import decode, encode
 from kvtier.settings import parse_settings
 from kvtier.sim.formats.registry import read_trace
 from kvtier.tiering.base import parse_tier_settings
+from kvtier.tiering.fs.notes import NotesState, WantNote, seal_notes
+from kvtier.tiering.fs.pack_header import OwnerMark, PackGeometry, PackHeader
+from kvtier.tiering.fs.purge_requests import NamedBlock, PurgeRequest, parse_requests
+from kvtier.tiering.fs.records import (
+    RECORD,
+    RECORD_BYTES,
+    Change,
+    Kind,
+    names_of,
+    pack_changes,
+    seal_records,
+    whole_records,
+)
+from kvtier.tiering.fs.settings import PackSettings
 from kvtier.tiering.kit.envelope import (
     ENVELOPE_BYTES,
     MAX_KEY_BYTES,
@@ -39,20 +53,6 @@ from kvtier.tiering.kit.envelope import (
 )
 from kvtier.tiering.mooncake.settings import MooncakeSettings
 from kvtier.tiering.obj.settings import ObjSettings
-from kvtier.tiering.packs.notes import NotesState, WantNote, seal_notes
-from kvtier.tiering.packs.pack_header import OwnerMark, PackGeometry, PackHeader
-from kvtier.tiering.packs.purge_requests import NamedBlock, PurgeRequest, parse_requests
-from kvtier.tiering.packs.records import (
-    RECORD,
-    RECORD_BYTES,
-    Change,
-    Kind,
-    names_of,
-    pack_changes,
-    seal_records,
-    whole_records,
-)
-from kvtier.tiering.packs.settings import PackSettings
 from kvtier.tiering.valkey.resp import ProtocolError, ReplyReader, read_reply, read_value
 from kvtier.tiering.valkey.settings import ValkeySettings
 

@@ -21,10 +21,10 @@ from kvtier.testing.faults import Faults, FaultyTier
 from kvtier.testing.tiering_driver import ROW_BYTES, ArrayRegion
 from kvtier.tiering.base import SecondaryTierManager, TierSettings
 from kvtier.tiering.example import ExampleSecondaryTier
+from kvtier.tiering.fs import FSTier
+from kvtier.tiering.fs.pack_header import PackGeometry, disk_bytes_of
+from kvtier.tiering.fs.system_calls import REAL_CALLS, SystemCalls
 from kvtier.tiering.manager import TieringOffloadingManager
-from kvtier.tiering.packs import PackTier
-from kvtier.tiering.packs.pack_header import PackGeometry, disk_bytes_of
-from kvtier.tiering.packs.system_calls import REAL_CALLS, SystemCalls
 
 MakeTier = Callable[[OffloadingConfig, memoryview, ManualClock], SecondaryTierManager]
 
@@ -189,7 +189,7 @@ def fs(
 
     def make(config: OffloadingConfig, view: memoryview, clock: ManualClock) -> SecondaryTierManager:
         common = settings or TierSettings(max_in_flight_store_bytes=2**30)
-        tier = PackTier(
+        tier = FSTier(
             config,
             view,
             common,
@@ -209,7 +209,7 @@ def fs(
 def look_around(site: Site) -> None:
     """Let the disk tiers of an engine look at their directories now, and not within a second."""
     for tier in site.tiers:
-        if isinstance(tier, PackTier):
+        if isinstance(tier, FSTier):
             tier.keeper.tick(is_due=True)
 
 

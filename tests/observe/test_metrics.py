@@ -16,8 +16,8 @@ from kvtier.observe.family import Family, Kind, SampleFinder, unread
 from kvtier.observe.metrics import FAMILIES
 from kvtier.observe.tier_metrics import FAILURE_CAUSES, TIER_FAMILIES
 from kvtier.tiering.base import TierFailure
+from kvtier.tiering.fs.store import COUNTER_NAMES as FS_NAMES
 from kvtier.tiering.kit.blobs.store import CAPACITY_COUNTS, COUNTS
-from kvtier.tiering.packs.store import COUNTER_NAMES as FS_NAMES
 
 pytest.importorskip(
     "mooncake.store",

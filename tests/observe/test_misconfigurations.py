@@ -24,7 +24,7 @@ from tests.observe.site import (
     with_model,
     with_settings,
 )
-from tests.tiering.packs.slots import stored_blocks
+from tests.tiering.fs.slots import stored_blocks
 
 from kvtier.config import KVGroup, OffloadingConfig
 from kvtier.errors import ConfigError

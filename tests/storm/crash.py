@@ -44,8 +44,8 @@ from kvtier.testing.tier_driver import (
     make_rows,
 )
 from kvtier.tiering.base import TierSettings
-from kvtier.tiering.packs.pack_header import PackGeometry, disk_bytes_of
-from kvtier.tiering.packs.tier import PackTier
+from kvtier.tiering.fs.pack_header import PackGeometry, disk_bytes_of
+from kvtier.tiering.fs.tier import FSTier
 
 PAGE_BYTES = 4096
 BLOCK_BYTES = ROW_BYTES + PAGE_BYTES
@@ -204,13 +204,13 @@ def draw_settings(tier: str, place: Path, num_blocks: int, choose: random.Random
     }
 
 
-def make_tier(tier: str, settings: Mapping[str, Any], rows: memoryview) -> PackTier:
+def make_tier(tier: str, settings: Mapping[str, Any], rows: memoryview) -> FSTier:
     """Open a tier and wait until it knows what its place has.
 
     Raises:
         KVTierError: it cannot be opened, or does not come to know it.
     """
-    opened = PackTier(make_config(), rows, TierSettings(), **settings)
+    opened = FSTier(make_config(), rows, TierSettings(), **settings)
     if not opened.wait_indexed(HANG_S):
         raise InvariantError(f"tier {tier!r} has not read its place within {HANG_S} s")
     return opened

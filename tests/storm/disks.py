@@ -20,9 +20,9 @@ from tests.storm.secrecy import RAM_DISK, forge
 
 from kvtier.config import OffloadingConfig
 from kvtier.tiering.base import SecondaryTierManager, TierSettings
-from kvtier.tiering.packs import PackTier, catalog, pack
-from kvtier.tiering.packs.pack_header import SLOTS_OFFSET, PackGeometry, PackHeader, disk_bytes_of
-from kvtier.tiering.packs.system_calls import REAL_CALLS, SystemCalls
+from kvtier.tiering.fs import FSTier, catalog, pack
+from kvtier.tiering.fs.pack_header import SLOTS_OFFSET, PackGeometry, PackHeader, disk_bytes_of
+from kvtier.tiering.fs.system_calls import REAL_CALLS, SystemCalls
 
 Buffers = Sequence[memoryview]
 
@@ -265,7 +265,7 @@ class FSPlace(StormPlace):
         self.ttl_s = rng.choice([None, None, 20.0, 600.0])
         # Where no block is ever over, a process may run under a clock that was set since the one before.
         shift_s = 0.0 if self.ttl_s is not None else rng.choice(CLOCK_SHIFTS_S)
-        return PackTier(
+        return FSTier(
             config,
             view,
             replace(settings, policy=rng.choice(["lru", "lru", "arc", "hazard"])),

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.testing.tier_driver import NUM_ROWS, TierDriver, content_of, make_config, make_rows
-from kvtier.tiering.packs import PackTier
+from kvtier.tiering.fs import FSTier
 
 PAGE = """# What outlives a loss of power
 
@@ -183,7 +183,7 @@ def _start(case: Case, at: Path) -> TierDriver:
     """Return a tier in a folder that knows what is there."""
     rows = make_rows(row_bytes=ROW_BYTES)
     config = make_config(row_bytes=ROW_BYTES)
-    tier = PackTier(
+    tier = FSTier(
         config,
         rows,
         root_dir=at / "kvtier",

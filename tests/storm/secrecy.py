@@ -13,10 +13,10 @@ from pathlib import Path
 
 from tests.checked_engine.memory import PAGE_BYTES
 
+from kvtier.tiering.fs import directory, documents, pack, purge_requests, tier
 from kvtier.tiering.kit import encryption, key_ring
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, MAGIC, HeaderCheck, join_encrypted_header, unpack
 from kvtier.tiering.kit.key_ring import add_entry, drop_tenant, make_ring, read_ring, write_ring
-from kvtier.tiering.packs import directory, documents, pack, purge_requests, tier
 
 RAM_DISK = Path("/dev/shm")  # noqa: S108  # only for speed; a folder of our own is made in it
 

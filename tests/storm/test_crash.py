@@ -7,10 +7,10 @@ import pytest
 from tests.storm.crash import FINDINGS, Totals, Word, run_kills
 
 from kvtier.base import OffloadKey
-from kvtier.tiering.packs.catalog import PackCatalog
-from kvtier.tiering.packs.neighbours import PackNamespace
-from kvtier.tiering.packs.pack import Pack
-from kvtier.tiering.packs.slot_table import SlotPin
+from kvtier.tiering.fs.catalog import PackCatalog
+from kvtier.tiering.fs.neighbours import PackNamespace
+from kvtier.tiering.fs.pack import Pack
+from kvtier.tiering.fs.slot_table import SlotPin
 
 NUM_KILLS = 6
 

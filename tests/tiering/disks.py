@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.tiering.packs.system_calls import Buffers
+from kvtier.tiering.fs.system_calls import Buffers
 
 
 @contextmanager

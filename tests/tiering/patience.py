@@ -10,9 +10,9 @@ from collections.abc import Callable
 import pytest
 
 from kvtier.testing.tier_suite import TierSuite
+from kvtier.tiering.fs import directory_lock
+from kvtier.tiering.fs import store as pack_store
 from kvtier.tiering.kit.blobs import evictor as blob_evictor
-from kvtier.tiering.packs import directory_lock
-from kvtier.tiering.packs import store as pack_store
 
 PATIENT_S = 60.0
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.testing.tier_suite import TierDriver, make_config, make_rows
-from kvtier.tiering.packs import PackTier
+from kvtier.tiering.fs import FSTier
 
 HANG_GUARD_S = 60.0
 
@@ -61,7 +61,7 @@ class Disk:
 def start_fs(root: Path) -> TierDriver:
     """Return an fs tier on a directory."""
     rows = make_rows()
-    tier = PackTier(make_config(), rows, root_dir=root, capacity_bytes="8MiB")
+    tier = FSTier(make_config(), rows, root_dir=root, capacity_bytes="8MiB")
     assert tier.wait_indexed(HANG_GUARD_S)
     return TierDriver(tier, rows)
 

@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.tiering.packs.slots import stored_blocks
+from tests.tiering.fs.slots import stored_blocks
 
 from kvtier.base import ReqContext
 from kvtier.testing.tier_driver import HANG_GUARD_S, make_config
 from kvtier.testing.tier_suite import key_of
 from kvtier.testing.tiering_driver import ROW_BYTES, TieringDriver
 from kvtier.tiering.base import TierSettings
-from kvtier.tiering.packs import PackTier
+from kvtier.tiering.fs import FSTier
 
 NUM_REQUESTS, REQUEST_BLOCKS = 64, 2
 NUM_BLOCKS = NUM_REQUESTS * REQUEST_BLOCKS
@@ -28,7 +28,7 @@ def driver(tmp_path: Path) -> Iterator[TieringDriver]:
     driver = TieringDriver(
         NUM_BLOCKS,
         lambda view: [
-            PackTier(
+            FSTier(
                 make_config(row_bytes=ROW_BYTES),
                 view,
                 settings,

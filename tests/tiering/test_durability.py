@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from tests.tiering.packs.engine import bytes_of_packs, start_driver
+from tests.tiering.fs.engine import bytes_of_packs, start_driver
 
 from kvtier.errors import ConfigError
 from kvtier.testing.tier_driver import ROW_BYTES, TierDriver, make_config
-from kvtier.tiering.packs.system_calls import REAL_CALLS, Buffers, SystemCalls
+from kvtier.tiering.fs.system_calls import REAL_CALLS, Buffers, SystemCalls
 
 HANG_GUARD_S = 60.0
 

@@ -9,7 +9,7 @@ import pytest
 from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.errors import TierError
 from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, TierDriver, key_of, make_config, make_rows
-from kvtier.tiering.packs import PackTier
+from kvtier.tiering.fs import FSTier
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +49,7 @@ class Parent:
         self.root, self.shm = folder / "fs", folder / "shm"
         self.shm.mkdir()
         rows = make_rows()
-        tier = PackTier(make_config(), rows, root_dir=self.root, capacity_bytes="8MiB")
+        tier = FSTier(make_config(), rows, root_dir=self.root, capacity_bytes="8MiB")
         self.drivers = [TierDriver(tier, rows)]
         size = NUM_ROWS * ROW_BYTES
         self.region = SharedOffloadRegion("id", size, NUM_ROWS, 0, 1, ROW_BYTES, directory=self.shm)
@@ -91,7 +91,7 @@ class Parent:
             driver.tier._pool._changed.release()  # type: ignore[attr-defined]
             assert driver.load_right([1, 2]) == {1, 2}
             assert driver.store([3]).success
-        neighbour = PackTier(make_config(), make_rows(), root_dir=self.root, capacity_bytes="8MiB")
+        neighbour = FSTier(make_config(), make_rows(), root_dir=self.root, capacity_bytes="8MiB")
         assert neighbour.wait_indexed(HANG_GUARD_S)
         assert neighbour.stats()["own_packs"] == 0, "the child has given the parent's locks away"
         assert neighbour.shutdown(HANG_GUARD_S)
@@ -128,10 +128,10 @@ KILLED_PARENT = """
 import os, sys, warnings
 from pathlib import Path
 from kvtier.testing.tier_suite import TierDriver, make_config, make_rows
-from kvtier.tiering.packs import PackTier
+from kvtier.tiering.fs import FSTier
 warnings.simplefilter("ignore", DeprecationWarning)
 rows = make_rows()
-driver = TierDriver(PackTier(make_config(), rows, root_dir=Path(sys.argv[1]), capacity_bytes="8MiB"), rows)
+driver = TierDriver(FSTier(make_config(), rows, root_dir=Path(sys.argv[1]), capacity_bytes="8MiB"), rows)
 assert driver.store([1, 2]).success
 if os.fork() == 0:
     sys.stdin.read()  # until the test has seen that the packs are free
@@ -148,7 +148,7 @@ def test_a_child_that_outlives_its_parent_keeps_no_pack_locked(tmp_path: Path) -
     try:
         assert process.wait(HANG_GUARD_S) == -9
         rows = make_rows()
-        tier = PackTier(make_config(), rows, root_dir=root, capacity_bytes="8MiB")
+        tier = FSTier(make_config(), rows, root_dir=root, capacity_bytes="8MiB")
         assert tier.wait_indexed(HANG_GUARD_S)
         assert tier.stats()["own_packs"] == 1
         assert TierDriver(tier, rows).load_right([1, 2]) == {1, 2}

@@ -11,15 +11,15 @@ from kvtier.testing.tier_suite import HANG_GUARD_S, make_config
 from kvtier.testing.tiering_driver import ROW_BYTES, TieringDriver
 from kvtier.tiering.base import FAILURES_TO_OPEN
 from kvtier.tiering.breaker import OPEN_S
-from kvtier.tiering.packs import PackTier
+from kvtier.tiering.fs import FSTier
 
 NUM_BLOCKS = 8
 
 
-def make_tier(place: Path, view: memoryview) -> PackTier:
+def make_tier(place: Path, view: memoryview) -> FSTier:
     """Return a disk tier in a folder, whose keeper is the test's."""
     config = make_config(row_bytes=ROW_BYTES)
-    tier = PackTier(config, view, root_dir=place, capacity_bytes="8MiB", has_thread=False)
+    tier = FSTier(config, view, root_dir=place, capacity_bytes="8MiB", has_thread=False)
     tier.keeper.tick()
     return tier
 
@@ -59,7 +59,7 @@ def test_a_lost_place_opens_the_breaker_which_closes_when_it_is_back(
     place = tmp_path / "place"
     driver = TieringDriver(NUM_BLOCKS, lambda view: [make_tier(place, view)])
     (tier,) = driver.tiers
-    assert isinstance(tier, PackTier)
+    assert isinstance(tier, FSTier)
 
     def is_closed() -> bool:
         return driver.manager.stats()[f"tier.0.{driver.tiers[0].get_tier_type()}.breaker_open"] == 0

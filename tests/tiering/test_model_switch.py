@@ -10,7 +10,7 @@ from kvtier.base import ReqContext
 from kvtier.config import ModelIdentity
 from kvtier.testing.tier_suite import make_config
 from kvtier.testing.tiering_driver import TieringDriver
-from kvtier.tiering.packs import PackTier
+from kvtier.tiering.fs import FSTier
 
 OLD, NEW = make_config("old").model, make_config("new").model
 HANG_GUARD_S = 60.0
@@ -24,8 +24,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     drivers: list[TieringDriver] = []
 
     def start_one(model: str) -> TieringDriver:
-        def make_tier(view: memoryview) -> PackTier:
-            tier = PackTier(make_config(model), view, root_dir=tmp_path / "blocks", capacity_bytes="4MiB")
+        def make_tier(view: memoryview) -> FSTier:
+            tier = FSTier(make_config(model), view, root_dir=tmp_path / "blocks", capacity_bytes="4MiB")
             assert tier.wait_indexed(HANG_GUARD_S)
             return tier
 

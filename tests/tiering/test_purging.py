@@ -17,11 +17,11 @@ from kvtier.testing.tier_suite import key_of, make_config
 from kvtier.testing.tiering_driver import ROW_BYTES, TieringDriver
 from kvtier.tiering.base import PurgeOutcome, SecondaryTierManager, TierSettings
 from kvtier.tiering.example import ExampleSecondaryTier
+from kvtier.tiering.fs import FSTier
+from kvtier.tiering.fs.system_calls import REAL_CALLS, SystemCalls
 from kvtier.tiering.kit.key_ring import add_entry, make_ring, write_ring
 from kvtier.tiering.kit.purging import BackgroundPurge, Batches, Removed
 from kvtier.tiering.obj import ObjTier
-from kvtier.tiering.packs import PackTier
-from kvtier.tiering.packs.system_calls import REAL_CALLS, SystemCalls
 
 CAPACITY = "1MiB"
 
@@ -34,7 +34,7 @@ def make_fs(
     folder: Path, view: memoryview, model: str = "model-a", calls: SystemCalls = REAL_CALLS
 ) -> SecondaryTierManager:
     config, root = make_config(model, ROW_BYTES), str(folder / "fs")
-    return PackTier(config, view, EVENTS, calls=calls, root_dir=root, capacity_bytes=CAPACITY)
+    return FSTier(config, view, EVENTS, calls=calls, root_dir=root, capacity_bytes=CAPACITY)
 
 
 def make_obj(folder: Path, view: memoryview) -> SecondaryTierManager:
@@ -79,7 +79,7 @@ def test_routers_hear_of_each_block_that_a_purge_removes_where_names_are_keyed(
     def make(view: memoryview) -> SecondaryTierManager:
         if kind == "obj":
             return ObjTier(config, view, EVENTS, url=f"file://{tmp_path / 'obj'}")
-        return PackTier(config, view, EVENTS, root_dir=str(tmp_path / "fs"), capacity_bytes=CAPACITY)
+        return FSTier(config, view, EVENTS, root_dir=str(tmp_path / "fs"), capacity_bytes=CAPACITY)
 
     driver = make_driver(make)
     driver.step()

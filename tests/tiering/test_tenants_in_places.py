@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.tiering.packs.engine import bytes_of_packs
+from tests.tiering.fs.engine import bytes_of_packs
 from tests.tiering.tenant_driver import COLLIDING_NAME, TenantDriver, config_of_tenants, key_of_tenant
 
 from kvtier.base import (
@@ -20,10 +20,10 @@ from kvtier.cli.main import main
 from kvtier.tenants import tenant_number
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import ROW_BYTES, make_rows
+from kvtier.tiering.fs import FSTier
 from kvtier.tiering.kit.blobs import FolderNames
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, HEADER_PAGE_BYTES
 from kvtier.tiering.obj import ObjTier
-from kvtier.tiering.packs import PackTier
 from kvtier.tiering.places import open_place
 from kvtier.tiering.valkey.blobs import ValkeyNames
 
@@ -87,7 +87,7 @@ def open_tier(kind: str, folder: Path, quota_blocks: int | None) -> TenantDriver
     config, rows = config_of_tenants(kind, {"alice": quota_bytes, "*": quota_bytes}), make_rows()
     if kind == "obj":
         return TenantDriver(ObjTier(config, rows, url=place_of(kind, folder)), rows)
-    tier = PackTier(
+    tier = FSTier(
         config,
         rows,
         clock=ManualClock(0.0),

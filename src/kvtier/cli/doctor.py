@@ -191,8 +191,8 @@ def check_formats() -> Check:
 
     numbers = {"namespace": LAYOUT_VERSION, "trace": trace_line.VERSION}
     with contextlib.suppress(ImportError, MissingExtraError):  # without xxhash no block is read or written
+        from kvtier.tiering.fs import pack_header
         from kvtier.tiering.kit import envelope
-        from kvtier.tiering.packs import pack_header
 
         numbers = {"block header": envelope.VERSION, "pack": pack_header.VERSION, **numbers}
     named = ", ".join(f"{name} {number}" for name, number in numbers.items())
@@ -352,8 +352,8 @@ def check_packs(directory: Path) -> Check:
     """Find out whether the fs tier can keep packs here: locks must exclude, and room can be reserved."""
     subject = f"packs in {directory}"
     try:
-        from kvtier.tiering.packs.file_systems import require_unshared, try_file_system
-        from kvtier.tiering.packs.system_calls import PRIVATE_MODE, REAL_CALLS
+        from kvtier.tiering.fs.file_systems import require_unshared, try_file_system
+        from kvtier.tiering.fs.system_calls import PRIVATE_MODE, REAL_CALLS
     except (ImportError, MissingExtraError) as error:
         return Check(subject, CheckResult.NOTE, f"not tried: {error}")
     try:

@@ -24,7 +24,7 @@ TIERS: Registry[type[SecondaryTierManager]] = Registry(
     TIER,
     {
         "example": "kvtier.tiering.example:ExampleSecondaryTier",
-        "fs": "kvtier.tiering.packs:PackTier",
+        "fs": "kvtier.tiering.fs:FSTier",
         "obj": "kvtier.tiering.obj:ObjTier",
         "valkey": "kvtier.tiering.valkey:ValkeyTier",
         "mooncake": "kvtier.tiering.mooncake:MooncakeTier",

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 from tests.cli.place.conftest import PLACE, Run
 from tests.servers import MOONCAKE_MISSING
-from tests.tiering.packs.slots import stored_blocks
+from tests.tiering.fs.slots import stored_blocks
 
 from kvtier.cli.place.options import duration_in_words, parse_duration
 from kvtier.testing.tier_driver import TierDriver, make_config, make_rows
-from kvtier.tiering.packs import PackTier
+from kvtier.tiering.fs import FSTier
 from kvtier.tiering.places import names_of_place_tiers, open_place
 
 
 def fill_fs(root: Path) -> None:
     rows = make_rows()
-    driver = TierDriver(PackTier(make_config(), rows, root_dir=root, capacity_bytes="4MiB"), rows)
+    driver = TierDriver(FSTier(make_config(), rows, root_dir=root, capacity_bytes="4MiB"), rows)
     driver.store([1, 2])
     driver.tier.shutdown(60.0)
 

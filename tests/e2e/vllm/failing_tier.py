@@ -2,13 +2,13 @@
 
 from kvtier.tiering.base import JobMetadata
 from kvtier.tiering.factory import TIERS
-from kvtier.tiering.packs import PackTier
+from kvtier.tiering.fs import FSTier
 
 TIER_NAME = "failing-fs"
 FAIL_EVERY = 3
 
 
-class FailingFSTier(PackTier):
+class FailingFSTier(FSTier):
     """Keeps blocks as the fs tier does, and raises at every third load instead of starting it."""
 
     num_loads = 0

@@ -13,8 +13,8 @@ from typing import Any
 from kvtier.config import OffloadingConfig
 from kvtier.tiering.base import NO_SETTINGS, TierSettings
 from kvtier.tiering.factory import TIERS
-from kvtier.tiering.packs import PackTier
-from kvtier.tiering.packs.system_calls import Buffers, SystemCalls
+from kvtier.tiering.fs import FSTier
+from kvtier.tiering.fs.system_calls import Buffers, SystemCalls
 
 TIER_NAME = "throttled-fs"
 
@@ -60,7 +60,7 @@ DISK = Throttle()
 """The disk of all throttled tiers of this process."""
 
 
-class ThrottledFSTier(PackTier):
+class ThrottledFSTier(FSTier):
     """Keeps blocks as the fs tier does, on a disk with a rate."""
 
     def __init__(

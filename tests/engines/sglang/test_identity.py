@@ -14,7 +14,7 @@ pytest.importorskip("sglang.srt.mem_cache.hicache_storage", reason="needs SGLang
 
 from tests.engines.sglang.conftest import CONFIG, MakeConfig, MakeStorage, key_of
 from tests.engines.sglang.pools import HeadsPool, LatentPool, SmallPool
-from tests.tiering.packs.slots import stored_blocks
+from tests.tiering.fs.slots import stored_blocks
 
 from kvtier.engines.sglang import KVTierStorage, identity
 from kvtier.engines.sglang.identity import CONTEXT_MODULE

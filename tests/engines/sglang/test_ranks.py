@@ -13,7 +13,7 @@ pytest.importorskip("sglang.srt.mem_cache.hicache_storage", reason="needs SGLang
 
 from tests.engines.sglang import rank_process
 from tests.engines.sglang.conftest import MakeConfig, key_of
-from tests.tiering.packs.slots import stored_blocks
+from tests.tiering.fs.slots import stored_blocks
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ pytest.importorskip("sglang.srt.mem_cache.hicache_storage", reason="needs SGLang
 
 from tests.engines.sglang.conftest import MakeStorage, flat_page, key_of
 from tests.engines.sglang.pools import AnchorPool, HeadsPool, LatentPool
-from tests.tiering.packs.slots import stored_blocks
+from tests.tiering.fs.slots import stored_blocks
 
 from kvtier.base import OffloadKey
 from kvtier.engines.sglang.pages import PagesInPlace, StagedPages, open_pages

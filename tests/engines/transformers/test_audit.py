@@ -8,13 +8,13 @@ from statistics import fmean
 import pytest
 import torch
 from tests.engines.transformers.conftest import Tiny
-from tests.tiering.packs.slots import stored_blocks
+from tests.tiering.fs.slots import stored_blocks
 from transformers import LlamaForCausalLM
 
 from kvtier.engines.transformers import KVTierEngine
 from kvtier.observe.audit import read_saved
 from kvtier.testing.clock import ManualClock
-from kvtier.tiering.packs.documents import PAGE_NAME
+from kvtier.tiering.fs.documents import PAGE_NAME
 
 MakeEngine = Callable[..., KVTierEngine]
 PromptOf = Callable[[int, int], list[int]]

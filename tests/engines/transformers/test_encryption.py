@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.engines.transformers.conftest import misses_of
-from tests.tiering.packs.slots import StoredBlock, stored_blocks
+from tests.tiering.fs.slots import StoredBlock, stored_blocks
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from kvtier.cli.main import main

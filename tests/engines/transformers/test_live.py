@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 from tests.observe.controlled import GUARD_S, Background
-from tests.tiering.packs.slots import stored_blocks
+from tests.tiering.fs.slots import stored_blocks
 from transformers import LlamaForCausalLM
 
 from kvtier.engines.transformers import KVTierEngine

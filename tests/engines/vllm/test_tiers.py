@@ -18,7 +18,7 @@ from tests.engines.vllm.stock_engine import (
     StockEngine,
     key_of,
 )
-from tests.tiering.packs.slots import stored_blocks
+from tests.tiering.fs.slots import stored_blocks
 from vllm.v1.kv_offload.base import Locality, LookupResult, ReqContext, TierFilter, TierMatcher
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec

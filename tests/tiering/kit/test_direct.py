@@ -12,27 +12,27 @@ from kvtier.errors import TierError
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import ROW_BYTES, key_of, make_config, make_rows
 from kvtier.tiering.base import JobMetadata
+from kvtier.tiering.fs import FSTier
 from kvtier.tiering.kit.io_pool import IOPool, TransferOutcome
-from kvtier.tiering.packs import PackTier
 
 HANG_GUARD_S = 60.0
 
 
 @pytest.fixture
-def tier(tmp_path: Path) -> Iterator[PackTier]:
+def tier(tmp_path: Path) -> Iterator[FSTier]:
     """A tier on a directory, with rows of its own."""
     rows = make_rows()
-    found = PackTier(make_config(), rows, root_dir=str(tmp_path / "kv"), capacity_bytes="64MiB")
+    found = FSTier(make_config(), rows, root_dir=str(tmp_path / "kv"), capacity_bytes="64MiB")
     yield found
     assert found.shutdown(HANG_GUARD_S)
 
 
-def rows_of(tier: PackTier) -> "np.ndarray[tuple[int, int], np.dtype[np.int8]]":
+def rows_of(tier: FSTier) -> "np.ndarray[tuple[int, int], np.dtype[np.int8]]":
     """Return the rows of a tier, shape (rows, bytes)."""
     return np.asarray(tier.primary_kv_view)
 
 
-def test_what_is_stored_is_found_at_once_and_loaded_into_other_rows(tier: PackTier) -> None:
+def test_what_is_stored_is_found_at_once_and_loaded_into_other_rows(tier: FSTier) -> None:
     keys = [key_of(1), key_of(2)]
     rows = rows_of(tier)
     rows[0], rows[1] = 1, 2
@@ -45,7 +45,7 @@ def test_what_is_stored_is_found_at_once_and_loaded_into_other_rows(tier: PackTi
     assert rows[5].tolist() == [2] * ROW_BYTES
 
 
-def test_a_job_that_cannot_be_is_refused_and_so_is_one_after_the_end(tier: PackTier) -> None:
+def test_a_job_that_cannot_be_is_refused_and_so_is_one_after_the_end(tier: FSTier) -> None:
     with pytest.raises(TierError, match="slots"):
         tier.direct.load([key_of(1)], [10_000])
     assert tier.shutdown(HANG_GUARD_S)
@@ -53,7 +53,7 @@ def test_a_job_that_cannot_be_is_refused_and_so_is_one_after_the_end(tier: PackT
         tier.direct.store([key_of(1)], [0])
 
 
-def test_calls_of_many_threads_each_get_their_own_result(tier: PackTier) -> None:
+def test_calls_of_many_threads_each_get_their_own_result(tier: FSTier) -> None:
     rows = rows_of(tier)
     failures: list[int] = []
 

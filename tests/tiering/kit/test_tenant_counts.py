@@ -13,10 +13,10 @@ from kvtier.cpu.policies import create_cache_policy
 from kvtier.namespace import Namespace
 from kvtier.tenants import OTHERS_LABEL, make_tenants, tenant_number
 from kvtier.testing.tier_suite import make_config
+from kvtier.tiering.fs.block_accounts import BlockAccounts
+from kvtier.tiering.fs.neighbours import NO_CONTENTS, Neighbours, PackContents, PackNamespace
+from kvtier.tiering.fs.slot_table import SlotTable
 from kvtier.tiering.kit.tenant_counts import TenantCounts, make_tenant_counts
-from kvtier.tiering.packs.block_accounts import BlockAccounts
-from kvtier.tiering.packs.neighbours import NO_CONTENTS, Neighbours, PackContents, PackNamespace
-from kvtier.tiering.packs.slot_table import SlotTable
 
 NUMBERS = (0, tenant_number("alice"), tenant_number("bob"))
 KEYS = [make_offload_key(bytes([number]), 0, tenant) for tenant in NUMBERS for number in range(5)]

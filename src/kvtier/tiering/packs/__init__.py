@@ -1,5 +1,0 @@
-"""The tier of local disks: packs of equal slots, each written by one process and read by all."""
-
-from kvtier.tiering.packs.tier import PackTier
-
-__all__ = ["PackTier"]
