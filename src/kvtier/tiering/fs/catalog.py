@@ -54,6 +54,7 @@ class PackCatalog:
 
     Attributes:
         packs: the open ones.
+        is_indexed: whether what was there at the start is known.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class PackCatalog:
         self._drawn = ""  # the namespace, where its epoch was drawn by this process: no other has it
         self._left: deque[str] = deque()
         self._indexed = threading.Event()
+        self.is_indexed = False
         self._is_missing = self._is_stopped = False
         self._given: deque[str] = deque(maxlen=MAX_GIVEN)
 
@@ -87,11 +89,6 @@ class PackCatalog:
         """The namespace of now."""
         assert self._namespace is not None, "a tier opens one before anything else"
         return self._namespace
-
-    @property
-    def is_indexed(self) -> bool:
-        """Whether what was there at the start is known."""
-        return self._indexed.is_set()
 
     def wait_indexed(self, timeout_s: float) -> bool:
         """Block until what was there at the start is known; False when ``timeout_s`` passed first."""
@@ -114,9 +111,17 @@ class PackCatalog:
         if before is not None:
             self._released.extend(before.neighbours.clear())
         if is_new:
-            self._indexed.set()
+            self._note_indexed()
         else:
-            self._indexed.clear()
+            self._forget_index()
+
+    def _note_indexed(self) -> None:
+        self.is_indexed = True
+        self._indexed.set()
+
+    def _forget_index(self) -> None:
+        self.is_indexed = False
+        self._indexed.clear()
 
     def is_held(self, namespace: PackNamespace, key: OffloadKey) -> bool:
         """Return whether a block is in any pack, as far as this process knows."""
@@ -145,7 +150,7 @@ class PackCatalog:
                 if pack is not None:
                     self._forget(namespace, pack) if pack.is_lost() else self._tail(namespace, pack)
             if namespace is self._namespace:
-                self._indexed.set()
+                self._note_indexed()
             else:
                 self._released.extend(namespace.neighbours.clear())
 
@@ -173,7 +178,7 @@ class PackCatalog:
         with self._changing:
             for pack in self._packs_of(namespace):
                 self._forget(namespace, pack, is_alone=False)
-            self._indexed.clear()
+            self._forget_index()
 
     # Own packs
 

@@ -114,6 +114,11 @@ class OwnBlocks:
         status = self.policy.get(key)
         return status is not None and status.is_ready
 
+    def is_in_flight(self, key: OffloadKey) -> bool:
+        """Return whether a block is being written."""
+        status = self.policy.get(key)
+        return status is not None and not status.is_ready
+
     def adopt(
         self, number: int, addresses: Sequence[int], keys: Sequence[OffloadKey], times: "array[int]"
     ) -> None:

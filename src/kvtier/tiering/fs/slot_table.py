@@ -317,7 +317,7 @@ class SlotTable:
     ) -> list[OffloadKey]:
         """Block until the writes of ``keys`` have ended, and return those that are held then."""
         with self._lock:
-            self._changed.wait_for(lambda: not any(self._is_in_flight(key) for key in keys), timeout_s)
+            self._changed.wait_for(lambda: not any(map(self._own.is_in_flight, keys)), timeout_s)
             return [key for key in keys if namespace is self._namespace and self._own.is_ready(key)]
 
     def prepare_load(self, namespace: PackNamespace, keys: Sequence[OffloadKey]) -> list[SlotPin | None]:
@@ -395,9 +395,8 @@ class SlotTable:
             is_neighbours: whether a neighbour holds a block.
         """
         with self._lock:
-            return self._accounts.drain(
-                being_stored, lambda key: self._own.is_ready(key) or is_neighbours(key)
-            )
+            is_ready = self._own.is_ready
+            return self._accounts.drain(being_stored, lambda key: is_ready(key) or is_neighbours(key))
 
     def stats(self) -> dict[str, float]:
         """Return how many slots hold what, and how many blocks were evicted."""
@@ -411,10 +410,6 @@ class SlotTable:
             return counts | self._accounts.stats()
 
     # Below, the lock is held.
-
-    def _is_in_flight(self, key: OffloadKey) -> bool:
-        status = self._own.policy.get(key)
-        return status is not None and not status.is_ready
 
     def _used_s(self, address: int) -> int:
         used_s: int = self._packs[address >> SLOT_BITS].used_s[address & SLOT_MASK]

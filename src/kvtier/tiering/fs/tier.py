@@ -153,10 +153,10 @@ class FSTier(
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         if self._encryption is not None and not self._encryption.serves(key):
             return False
-        catalog = self._catalog
+        catalog, namespace = self._catalog, self._namespace
         # Whether it is complete is read first: what is listed between the two reads is found.
         is_complete = catalog.is_indexed
-        is_held = catalog.is_held(self._namespace, key)
+        is_held = self._table.is_held(namespace, key) or namespace.neighbours.find(key) is not None
         if is_held and self._guarded.is_open:
             return True
         if (is_complete and not is_held) or len(key) > MAX_KEY_BYTES:
@@ -195,7 +195,6 @@ class FSTier(
         self._table.report(self._namespace, lambda policy: policy.on_finished(req_context.req_id))
 
     def wait_indexed(self, timeout_s: float) -> bool:
-        """Block until what was there at the start is known; False when ``timeout_s`` passed first."""
         return self._catalog.wait_indexed(timeout_s)
 
     def drain_evicted(self) -> Collection[OffloadKey] | None:
