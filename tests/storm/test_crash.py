@@ -9,8 +9,9 @@ from tests.storm.crash import FINDINGS, Totals, Word, run_kills
 from kvtier.base import OffloadKey
 from kvtier.tiering.fs.catalog import PackCatalog
 from kvtier.tiering.fs.neighbours import PackNamespace
+from kvtier.tiering.fs.own_blocks import SlotPin
 from kvtier.tiering.fs.pack import Pack
-from kvtier.tiering.fs.slot_table import SlotPin
+from kvtier.tiering.fs.slot_table import SlotTable
 
 NUM_KILLS = 6
 
@@ -52,5 +53,5 @@ def test_a_tier_that_acknowledges_what_it_does_not_write_is_caught(
 
 @pytest.mark.slow
 def test_a_tier_that_finds_everything_is_caught(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(PackCatalog, "is_held", lambda self, namespace, key: True)
+    monkeypatch.setattr(SlotTable, "is_held", lambda self, namespace, key: True)
     assert run("fs", tmp_path).findings[Word.PHANTOM] > 0

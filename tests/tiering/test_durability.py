@@ -74,7 +74,7 @@ class Disk:
 def start(root: Path, durability: str, disk: Disk, **options: object) -> TierDriver:
     """Return a tier of one pack at a time."""
     options = {"root_dir": root, "durability": durability, "calls": disk.calls()} | options
-    driver = start_driver(make_config(row_bytes=ROW_BYTES), **options)
+    driver = start_driver(make_config(row_bytes=ROW_BYTES), ROW_BYTES, **options)
     disk.steps.clear()
     return driver
 

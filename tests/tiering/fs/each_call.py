@@ -153,7 +153,7 @@ def start(folder: Path, durability: str) -> TierDriver:
 def is_indexed(driver: TierDriver) -> bool:
     """Let the tier do what is due, and return whether it knows its directory."""
     tick([driver])
-    return driver.tier.wait_indexed(0.0)  # type: ignore[attr-defined]  # a disk tier
+    return driver.tier.wait_indexed(0.0)
 
 
 def live(folder: Path, durability: str, say: Callable[[str, object], None]) -> None:

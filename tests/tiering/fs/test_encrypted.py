@@ -103,7 +103,7 @@ def test_a_place_shows_no_key_no_guessable_namespace_and_no_tag_of_a_salt(ring: 
     assert len(names_in(directory)) == 2
     assert not (directory / plain._namespace.name).exists()
     everything = b"".join(path.read_bytes() for path in directory.rglob("*") if path.is_file())
-    assert all(key_of(number) not in everything for number in (1, 2))
+    assert all(bytes(key_of(number)) not in everything for number in (1, 2))
     assert all(bytes(content_of(number))[:64] not in everything for number in (1, 2))
     document = (directory / tier._namespace.name / "namespace.json").read_text()
     assert "tenant" not in document

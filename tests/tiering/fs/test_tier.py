@@ -44,8 +44,14 @@ def unread(start_tier: StartTier, root: Path) -> Iterator[TierDriver]:
     driver.store([1])
     assert driver.tier.shutdown(HANG_GUARD_S)
     rows = make_rows()
-    sizes = {"capacity_bytes": bytes_of_packs(16), "pack_bytes": bytes_of_packs(1)}
-    tier = FSTier(make_config(), rows, root_dir=root, has_thread=False, **sizes)
+    tier = FSTier(
+        make_config(),
+        rows,
+        root_dir=root,
+        capacity_bytes=bytes_of_packs(16),
+        pack_bytes=bytes_of_packs(1),
+        has_thread=False,
+    )
     driver = TierDriver(tier, rows)
     yield driver
     assert driver.tier.shutdown(HANG_GUARD_S)
