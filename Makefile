@@ -52,7 +52,7 @@ SGLANG_ITSELF := $(wildcard requirements/sglang-$(SGLANG_VERSION)-itself.txt)
 PEERS_STAMP := $(VLLM_VENV)/.peers-installed
 WHEEL_VENV := .venv-wheel
 WHEEL_STAMP := $(WHEEL_VENV)/.installed
-COMPILED := $(wildcard src/kvtier/cpu/*.c src/kvtier/tiering/fs/*.c)
+COMPILED := $(wildcard src/kvtier/cpu/*.c)
 # What was compiled before stays where compiling fails, and would be taken for the new one.
 FORGET_COMPILED := find src -name '*.so' -delete
 SOURCES := src tests scripts $(if $(wildcard benchmarks/*.py),benchmarks) $(if $(wildcard examples/*.py examples/*/*.py),examples)
@@ -124,9 +124,8 @@ fuzz-parsers: $(STAMP)  ## the parsers of foreign bytes, ten minutes each: ARGS=
 	$(BIN)/python $(PIP_INSTALL) --no-build-isolation -c $(CONSTRAINTS) -e '.[fuzz]'
 	$(BIN)/python -m scripts.fuzz_parsers $(ARGS)
 
-crash: $(STAMP)  ## processes killed while they store, fs and slab: ARGS="--kills 10000"
+crash: $(STAMP)  ## processes killed while they store: ARGS="--kills 10000"
 	$(BIN)/python -m tests.storm.crash --tier fs $(ARGS)
-	$(BIN)/python -m tests.storm.crash --tier slab $(ARGS)
 
 sanitize: $(STAMP)  ## the compiled modules under the address and the undefined behaviour sanitizer
 	$(BIN)/python -m scripts.sanitize $(ARGS)
@@ -170,7 +169,7 @@ check: $(STAMP)  ## lint, format, types, limits of style, direction of imports
 	$(BIN)/python -m scripts.style_limits
 	$(BIN)/python -m scripts.import_direction
 
-bench: $(STAMP)  ## measure this machine: every suite, or ARGS="slab fs --quick --out FOLDER"
+bench: $(STAMP)  ## measure this machine: every suite, or ARGS="fs manager --quick --out FOLDER"
 	$(BIN)/kvtier bench $(or $(ARGS),all)
 
 $(PEERS_STAMP): scripts/install_peers.py $(VLLM_STAMP)
@@ -178,7 +177,7 @@ $(PEERS_STAMP): scripts/install_peers.py $(VLLM_STAMP)
 	@touch $@
 
 bench-peers: $(PEERS_STAMP)  ## the same beside vLLM's manager and fs tier and LMCache's disk back end, and real vLLM engines
-	$(VLLM_BIN)/kvtier bench $(or $(ARGS),manager fs slab vllm)
+	$(VLLM_BIN)/kvtier bench $(or $(ARGS),manager fs vllm)
 
 docs: $(STAMP)  ## links, prose, tables, settings and code blocks of README and docs
 	$(BIN)/python -m scripts.check_docs

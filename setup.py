@@ -102,7 +102,7 @@ def pages_of(address: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    compiled = ("kvtier.cpu._page_copy", "kvtier.tiering.fs._whole_files") if HAS_STABLE_INTERFACE else ()
+    compiled = ("kvtier.cpu._page_copy",) if HAS_STABLE_INTERFACE else ()
     setup(
         ext_modules=list(map(extension, compiled)),
         options={"bdist_wheel": {"py_limited_api": "cp311"}} if HAS_STABLE_INTERFACE else {},

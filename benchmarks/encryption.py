@@ -1,7 +1,7 @@
 """What encryption costs: puts and gets of a tier with it against the same tier without, and the cipher by itself.
 
-Both tiers write the same rows with the same eight threads, each to files of its own; only the ratio says something.
-Each put stores new blocks, and a get loads those that were put last; then files are truncated, so that no disk fills.
+Both tiers write the same rows with the same eight threads, each to packs of its own; only the ratio says something.
+Each put stores new blocks, and a get loads those that were put last.
 The lines of the cipher are the rates of one thread over a row of 1 MiB: what kvtier calls (``cryptography``, OpenSSL's
 AES-256-GCM into given memory), the same library's call that returns new bytes, and PyCryptodome where it is installed.
 """
@@ -26,12 +26,10 @@ from benchmarks.harness.tier_jobs import (
 from kvtier.base import make_offload_key
 from kvtier.config import OffloadingConfig
 from kvtier.namespace import Namespace
-from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.fs import FSTier
 from kvtier.tiering.kit.encryption import encrypt_namespace
 from kvtier.tiering.kit.key_ring import add_entry, make_ring, write_ring
 from kvtier.tiering.kit.living_ring import LivingRing
-from kvtier.tiering.slab import SlabTier
 
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 12, 6
 """At least; rounded up so that each contestant begins equally often."""
@@ -43,11 +41,11 @@ NUM_BYTES = 2**26
 BLOCK_BYTES = 2**20
 QUICK_BLOCK_SIZES = (BLOCK_BYTES,)
 BLOCK_SIZES = (2**16, BLOCK_BYTES, 2**22)
-FS_CAPACITY = "64GiB"
-"""Room for every round: the tier does not know that its files are truncated."""
+CAPACITY_BYTES, PACK_BYTES = 8 * NUM_BYTES, 2 * NUM_BYTES
+"""Room for some rounds: later ones evict. A round is in one pack or two, as in a directory of usual size."""
 
 BAR_RATIO = 0.75
-"""Ratio to the tier without encryption: direct I/O, 1 MiB, the fs tier."""
+"""Ratio to the tier without encryption: direct I/O, 1 MiB."""
 
 CIPHER_ROWS = 64
 MIB = 2**20
@@ -58,31 +56,26 @@ class Turns:
 
     Args:
         tier: the tier.
-        place: its directory or file.
         num_blocks: of a put.
     """
 
-    def __init__(self, tier: SecondaryTierManager, place: Path, num_blocks: int) -> None:
+    def __init__(self, tier: FSTier, num_blocks: int) -> None:
         self._tier = tier
-        self._place = place
         self._num_blocks = num_blocks
         self._numbers = count()
 
     def run(self) -> Mapping[str, float]:
         """Store new blocks, load them, and return the rates."""
         keys = make_keys(self._num_blocks, next(self._numbers))
-        rates = rates_of(
+        return rates_of(
             NUM_BYTES,
             lambda: move_blocks(self._tier, keys, is_promotion=False),
             lambda: move_blocks(self._tier, keys, is_promotion=True),
         )
-        for path in self._place.rglob("*.kv"):
-            os.truncate(path, 0)
-        return rates
 
 
 def measure(options: Options) -> Iterator[Measurement]:
-    """Yield the cipher's rates, then those of tiers by direction, block size and kind of I/O."""
+    """Yield the cipher's rates, then those of the tier by direction, block size and kind of I/O."""
     num_rounds = options.count_rounds(NUM_ROUNDS, NUM_QUICK_ROUNDS)
     with options.new_folder() as folder:
         ring = folder / "ring.json"
@@ -92,16 +85,16 @@ def measure(options: Options) -> Iterator[Measurement]:
             labels = {"tier": "cipher, one thread", "block": "1 MiB", "operation": operation}
             yield Measurement(labels, "MiB/s", Better.HIGHER, values)
         for block_bytes in QUICK_BLOCK_SIZES if options.is_quick else BLOCK_SIZES:
-            for tier, is_direct in (("fs", True), ("fs", False), ("slab", True)):
-                place = folder / f"{tier}-{block_bytes}-{is_direct}"
+            for is_direct in (True, False):
+                place = folder / f"{block_bytes}-{is_direct}"
                 place.mkdir()
-                yield from measure_tier(tier, block_bytes, place, ring, options, is_direct=is_direct)
+                yield from measure_tier(block_bytes, place, ring, options, is_direct=is_direct)
 
 
 def measure_tier(
-    tier: str, block_bytes: int, place: Path, ring: Path, options: Options, *, is_direct: bool
+    block_bytes: int, place: Path, ring: Path, options: Options, *, is_direct: bool
 ) -> Iterator[Measurement]:
-    """Run a tier with and without encryption in turns."""
+    """Run the tier with and without encryption in turns."""
     num_blocks = NUM_BYTES // block_bytes
     rows = make_rows(num_blocks, block_bytes)
     plain = make_config(block_bytes)
@@ -109,15 +102,15 @@ def measure_tier(
     with ExitStack() as ends:
         contestants: dict[str, Contestant] = {}
         for name, config in ((OURS, encrypting), (FLOOR, plain)):
-            started = start_tier(tier, config, rows, place / name, is_direct=is_direct)
-            ends.callback(started.shutdown, HANG_GUARD_S)
-            contestants[name] = Turns(started, place / name, num_blocks).run
+            tier = start_tier(config, rows, place / name, is_direct=is_direct)
+            ends.callback(tier.shutdown, HANG_GUARD_S)
+            contestants[name] = Turns(tier, num_blocks).run
         rounds = run_rounds(contestants, options.count_rounds(NUM_ROUNDS, NUM_QUICK_ROUNDS))
     for operation, values in rounds.items():
-        has_bar = is_direct and tier == "fs" and block_bytes == BLOCK_BYTES
+        has_bar = is_direct and block_bytes == BLOCK_BYTES
         yield Measurement(
             {
-                "tier": f"{tier}, {'direct' if is_direct else 'buffered'}",
+                "tier": f"fs, {'direct' if is_direct else 'buffered'}",
                 "block": f"{block_bytes // 1024} KiB",
                 "operation": operation,
             },
@@ -128,30 +121,19 @@ def measure_tier(
         )
 
 
-def start_tier(
-    tier: str, config: OffloadingConfig, rows: memoryview, place: Path, *, is_direct: bool
-) -> SecondaryTierManager:
+def start_tier(config: OffloadingConfig, rows: memoryview, place: Path, *, is_direct: bool) -> FSTier:
     """Build a tier with room for the blocks of some rounds."""
-    direct_io = "auto" if is_direct else False
-    if tier == "fs":
-        return FSTier(
-            config,
-            rows,
-            root_dir=place,
-            capacity_bytes=FS_CAPACITY,
-            direct_io=direct_io,
-            num_threads=NUM_THREADS,
-        )
-    slab = SlabTier(
+    tier = FSTier(
         config,
         rows,
-        path=place,
-        capacity_bytes=4 * NUM_BYTES,
-        direct_io=direct_io,
+        root_dir=place,
+        capacity_bytes=CAPACITY_BYTES,
+        pack_bytes=PACK_BYTES,
+        direct_io="auto" if is_direct else False,
         num_threads=NUM_THREADS,
     )
-    assert slab.wait_indexed(HANG_GUARD_S)
-    return slab
+    assert tier.wait_indexed(HANG_GUARD_S)
+    return tier
 
 
 def find_ciphers(ring: Path, note: Callable[[str], None]) -> dict[str, Contestant]:

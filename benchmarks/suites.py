@@ -10,11 +10,10 @@ SUITES = (
         x_label="blocks",
     ),
     Suite("transfer", "device <-> primary, against a plain copy of the same bytes", "benchmarks.transfer"),
-    Suite("fs", "puts and gets of the fs tier, against raw files", "benchmarks.fs"),
-    Suite("slab", "puts and gets of the slab tier, against raw calls on one file", "benchmarks.slab"),
+    Suite("fs", "puts and gets of the fs tier, against raw calls on one file", "benchmarks.fs"),
     Suite(
         "encryption",
-        "puts and gets of fs and slab with encryption, against the same without",
+        "puts and gets of the fs tier with encryption, against the same without",
         "benchmarks.encryption",
     ),
     Suite(

@@ -89,8 +89,8 @@ def _tiers_of(mutant: Mutant) -> list[str]:
     """Return the options that send the storm over the one tier whose code has the bug, if it is a tier's."""
     if mutant.path == "tiering/valkey/cluster.py":
         return ["--tiers", "cluster"]
-    found = re.match(r"tiering/(fs|slab|obj|valkey|mooncake)/", mutant.path)
-    return ["--tiers", found[1]] if found else []
+    found = re.match(r"tiering/(packs|obj|valkey|mooncake)/", mutant.path)
+    return ["--tiers", "fs" if found[1] == "packs" else found[1]] if found else []
 
 
 def _storm(environ: dict[str, str], options: list[str]) -> Verdict:

@@ -16,13 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = ("kvtier/cpu/_page_copy", "kvtier/tiering/fs/_whole_files")
+MODULES = ("kvtier/cpu/_page_copy",)
 TESTS = (
     "tests/cpu/test_page_copy.py",
     "tests/cpu/test_row_copy.py",
-    "tests/tiering/fs/test_whole_files.py",
-    "tests/tiering/fs/test_store.py",
-    "tests/tiering/fs/test_block_file.py",
 )
 FLAGS = (
     *(

@@ -21,15 +21,17 @@ from itertools import groupby
 from pathlib import Path
 from types import FrameType
 
+import numpy as np
 from tests.connector.fakes import HASH_TOKENS, FakeBlocks, FakeRequest, FakeSpec, make_first_step
 
 import kvtier
-from kvtier.base import OffloadKey, ReqContext, make_offload_keys
+from kvtier.base import JobId, OffloadKey, ReqContext, make_offload_keys
 from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.connector.common import OffloadingWorkerMetadata
 from kvtier.connector.scheduler import OffloadingConnectorScheduler
 from kvtier.engines.common.step import StepOutput, WorkerOutput
 from kvtier.testing.tier_driver import make_rows
+from kvtier.tiering.base import JobMetadata, SecondaryTierManager
 from kvtier.tiering.factory import create_secondary_tier
 from kvtier.tiering.fs import FSTier
 from kvtier.tiering.manager import TieringOffloadingManager
@@ -164,11 +166,20 @@ class Engine:
         group = KVGroup(HASH_TOKENS, ("layer",), ROW_BYTES)
         config = OffloadingConfig("engine", ModelIdentity("model"), (group,), HASH_TOKENS)
         primary = CPUPrimaryTierOffloadingManager(NUM_SLOTS, Rows())
-        settings = {"type": "fs", "root_dir": str(root), "capacity_bytes": "64MiB", "direct_io": False}
-        self.tier = create_secondary_tier(settings, primary.get_kv_memoryview(), config)
-        # Before it has counted what is in the directory a store has to wait for room, another way.
+        settings = {
+            "type": "fs",
+            "root_dir": str(root),
+            "capacity_bytes": "64MiB",
+            "direct_io": False,
+            "num_threads": 1,
+        }
+        rows = primary.get_kv_memoryview()
+        # A pack with room is there in nearly every store: the first one in a directory makes it, a long way.
+        leave_pack(create_secondary_tier(settings, rows, config))
+        self.tier = create_secondary_tier(settings, rows, config)
+        # Before it has read its directory a lookup waits, another way.
         if not (isinstance(self.tier, FSTier) and self.tier.wait_indexed(WAIT_S)):
-            raise RuntimeError(f"the fs tier has not read its empty directory in {WAIT_S} s")
+            raise RuntimeError(f"the fs tier has not read its directory in {WAIT_S} s")
         self.manager = TieringOffloadingManager(primary, [self.tier])
         self.connector = OffloadingConnectorScheduler(FakeSpec(config, self.manager))
 
@@ -189,6 +200,15 @@ class Engine:
         context, keys = ReqContext("filler"), filler_keys()
         self.manager.prepare_store(keys, context)
         self.manager.complete_store(keys, context, success=False)
+
+
+def leave_pack(tier: SecondaryTierManager) -> None:
+    """Store a block and end the tier, which leaves a pack with room for more."""
+    keys, slots = tuple(filler_keys()[:1]), np.zeros(1, np.int64)
+    job = JobMetadata(JobId(0), keys, slots, is_promotion=False, req_context=ReqContext("filler"))
+    tier.submit_store(job)
+    tier.drain(WAIT_S)
+    tier.shutdown(WAIT_S)
 
 
 def filler_keys() -> list[OffloadKey]:
@@ -289,7 +309,7 @@ def summary(sections: Sequence[Section]) -> list[str]:
         num_files = len({file for file, _ in ran})
         lines.append(f"{path.name}: {len(ran)} functions, {num_files} files")
         if path is TracedPath.MISS:
-            lines.append(f"{path.name}: {num_calls_of_a_key(found)} calls for one more key")
+            lines.append(f"{path.name}: {num_calls_of_a_key(found)} calls for a key, the poll of the step among them")
     return lines
 
 

@@ -19,13 +19,13 @@ WAIT_S = 60.0
 
 
 def settings_for(folder: Path, **more: object) -> dict[str, Any]:  # Any: a user's JSON
-    """Return settings with a slab, a directory and the example tier behind eight blocks of host memory."""
+    """Return settings with two directories and the example tier behind eight blocks of host memory."""
     return {
         "cpu_bytes_to_use": 8 * ROW_BYTES,
         "lookup_deadline_s": WAIT_S,
         "record_trace": str(folder / "trace"),
         "secondary_tiers": [
-            {"type": "slab", "path": str(folder / "slab"), "capacity_bytes": "1MiB"},
+            {"type": "fs", "root_dir": str(folder / "small"), "capacity_bytes": "1MiB"},
             {"type": "fs", "root_dir": str(folder / "fs"), "capacity_bytes": "64MiB"},
             {"type": "example"},
         ],

@@ -58,7 +58,7 @@ VALUES: dict[str, object] = {
     "a URL that goes on": f"redis://:{MARK}" + "x" * 100_000,
 }
 
-TIER_NAMES = ("example", "fs", "slab", "obj", "valkey", "mooncake")
+TIER_NAMES = ("example", "fs", "obj", "valkey", "mooncake")
 
 
 def own_settings() -> list[tuple[str, str]]:

@@ -24,7 +24,7 @@ from kvtier.tenants import (
 COLLIDING_NAME = "mallory-11628364"
 """A name whose number was once that of "alice"."""
 
-TIERS = [{"type": "fs", "root_dir": "/x"}, {"type": "slab", "path": "/y"}]
+TIERS = [{"type": "fs", "root_dir": "/x"}, {"type": "obj", "url": "file:///y"}]
 
 
 def make(tenants: object, salt: str = "") -> Tenants:

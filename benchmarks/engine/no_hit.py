@@ -1,10 +1,10 @@
 """The cost of kvtier without hits: prompts that are never repeated, with kvtier and without, alternating.
 
 Engines of the same model answer prompts in turns: one without kvtier, one with a host tier, one that also writes
-through to an fs tier, one that writes through to a slab, and a second one without kvtier, which shows the error of the
-method. Each answer is paired with the one without kvtier in the same round; the result is the ratio of each pair, and
-the upper end of the interval of its median has the bar. All stores of a request happen while its answer is generated;
-a note gives the time that was waited for the rest afterwards, untimed, before the next turn.
+through to an fs tier, and a second one without kvtier, which shows the error of the method. Each answer is paired with
+the one without kvtier in the same round; the result is the ratio of each pair, and the upper end of the interval of
+its median has the bar. All stores of a request happen while its answer is generated; a note gives the time that was
+waited for the rest afterwards, untimed, before the next turn.
 """
 
 import statistics
@@ -39,8 +39,8 @@ DISK_ROOM = "256MiB"
 """Holds 32 prompts, so the disk evicts too during most of the run."""
 
 DRAIN_S = 120.0
-PLAIN, CONTROL, HOST, FS, SLAB = "plain", "none: the control", "host", "host and fs", "host and slab"
-BARS = {CONTROL: None, HOST: 1.02, FS: 1.04, SLAB: None}
+PLAIN, CONTROL, HOST, FS = "plain", "none: the control", "host", "host and fs"
+BARS = {CONTROL: None, HOST: 1.02, FS: 1.04}
 ANSWER, REST = "answer", "rest"
 
 Settings = dict[str, Any]  # Any: settings of tiers
@@ -60,7 +60,7 @@ def measure(options: Options) -> Iterator[Measurement]:
     for name, bar in BARS.items():
         pairs = zip(seconds[ANSWER][name], seconds[ANSWER][PLAIN], strict=True)
         yield from lines_of(name, [with_s / without_s for with_s, without_s in pairs], bar)
-    for name in (HOST, FS, SLAB):
+    for name in (HOST, FS):
         rest_ms = 1e3 * statistics.median(seconds[REST][name])
         options.note(f"{name}: {rest_ms:.1f} ms of waiting between an answer and the next turn (median)")
 
@@ -69,13 +69,11 @@ def settings_of(folder: Path) -> Mapping[str, Settings | None]:
     """Return the settings of each engine; None: no kvtier. Pure."""
     host: Settings = {"cpu_bytes_to_use": HOST_ROOM}
     fs = {"type": "fs", "root_dir": str(folder / "blocks"), "capacity_bytes": DISK_ROOM}
-    slab = {"type": "slab", "path": str(folder / "slab"), "capacity_bytes": DISK_ROOM}
     return {
         PLAIN: None,
         CONTROL: None,
         HOST: host,
         FS: host | {"secondary_tiers": [fs]},
-        SLAB: host | {"secondary_tiers": [slab]},
     }
 
 

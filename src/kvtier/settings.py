@@ -35,6 +35,8 @@ Parser = Callable[[str, object], Any]  # Any: the type is that of the field
 
 REMOVED_SETTINGS = {
     "blocks_per_object": "was removed after 0.1, as it did not speed up puts: leave it out",
+    "shared": "was removed after 0.1, as an fs directory is always shared: leave it out",
+    "negative_ttl_s": "was removed after 0.1, as lookups in an fs directory are answered from memory: leave it out",
 }
 """Settings that tiers of earlier versions had, and what to do. Any value is refused, because none has an effect."""
 

@@ -7,7 +7,7 @@ import pytest
 from scripts.import_direction import Import, objection, tier_names, violations
 
 SOURCE = Path(__file__).parents[2] / "src"
-TIERS = frozenset({"example", "fs", "slab"})
+TIERS = frozenset({"example", "fs", "obj"})
 
 
 @pytest.mark.slow
@@ -39,7 +39,7 @@ def test_the_package_breaks_no_rule() -> None:
         ("kvtier.engines.transformers.engine", "kvtier.testing.clock.ManualClock"),
         ("kvtier.cpu.manager", "kvtier.OffloadKey"),
         ("kvtier", "kvtier.cpu.manager.CPUOffloadingManager"),
-        ("kvtier.tiering.fs.tier", "kvtier.tiering.slab.file"),
+        ("kvtier.tiering.fs.tier", "kvtier.tiering.obj.client"),
         ("kvtier.tiering.fs.tier", "kvtier.tiering.manager.TieringOffloadingManager"),
         ("kvtier.tiering.fs.tier", "kvtier.cpu.manager.CPUOffloadingManager"),
         ("kvtier.tiering.fs.tier", "kvtier.registry.Registry"),
@@ -47,7 +47,7 @@ def test_the_package_breaks_no_rule() -> None:
         ("kvtier.connector.load_or_compute", "kvtier.tiering.locate.TierBlockLocator"),
         ("kvtier.tiering.cascade", "kvtier.cpu.policies.hazard.forecaster.HazardForecaster"),
         ("kvtier.tiering.cascade", "kvtier.cpu.policies.registry.create_cache_policy"),
-        ("kvtier.tiering.slab.tier", "kvtier.cpu.policies.lru.LRUCachePolicy"),
+        ("kvtier.tiering.fs.tier", "kvtier.cpu.policies.lru.LRUCachePolicy"),
         ("kvtier.base", "torch"),
         ("kvtier.cpu.manager", "torch"),
         ("kvtier.cpu.policies.lru", "torch.cuda"),
@@ -79,8 +79,8 @@ def test_an_import_against_the_rules_is_refused(module: str, target: str) -> Non
         ("kvtier.engines.transformers.scheduler", "kvtier.engines.common.step.StepOutput"),
         ("kvtier.tiering.spec", "kvtier.cpu.spec.CPUOffloadingSpec"),
         ("kvtier.tiering.fs.tier", "kvtier.tiering.fs.store.FileStore"),
-        ("kvtier.tiering.slab.tier", "kvtier.cpu.policies.registry.create_cache_policy"),
-        ("kvtier.tiering.slab.tier", "kvtier.tiering.kit.threaded_tier.ThreadedTier"),
+        ("kvtier.tiering.fs.tier", "kvtier.cpu.policies.registry.create_cache_policy"),
+        ("kvtier.tiering.fs.tier", "kvtier.tiering.kit.threaded_tier.ThreadedTier"),
         ("kvtier.tiering.fs.tier", "kvtier.tiering.kit.io_pool.IoPool"),
         ("kvtier.tiering.fs.tier", "kvtier.tiering.kit.health.Counters"),
         ("kvtier.tiering.fs.tier", "kvtier.namespace.make_namespace"),

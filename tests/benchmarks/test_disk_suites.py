@@ -1,22 +1,23 @@
-"""The fs and slab suites measure each combination once, and what they call a cold read comes from the device."""
+"""The fs suite measures each combination once, and what it calls a cold read comes from the device."""
 
 import os
 import re
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from tests.benchmarks.harness.test_tier_jobs import is_cached
-from tests.tiering.patience import be_patient
+from tests.tiering.fs.slots import stored_blocks
 
-from benchmarks import fs, fs_full, slab
-from benchmarks.harness.block_files import FileSet, RawFiles, spread_folders
+from benchmarks import fs
+from benchmarks.harness.block_files import spread_folders
 from benchmarks.harness.disk_case import BLOCK_SIZES_BYTES, MANY_JOBS, MAX_BYTES, DiskCase, plan_cases
 from benchmarks.harness.disk_peers import DiskPeers
 from benchmarks.harness.measurement import FLOOR, OURS, Bar, Better
+from benchmarks.harness.raw_slots import RawSlots
 from benchmarks.harness.rounds import RoundCount, fixed
 from benchmarks.harness.tier_jobs import make_keys, make_rows, move_blocks
 from kvtier.base import OffloadKey
@@ -92,11 +93,10 @@ def test_rounds_of_small_blocks_and_of_the_page_cache_may_be_more(
     assert case.rounds_of(fixed(3)) == fixed(3)
 
 
-@pytest.mark.parametrize("suite", [fs, slab])
-def test_a_warm_case_has_puts_and_gets_of_ours_and_the_floor(suite: ModuleType, tmp_path: Path) -> None:
+def test_a_warm_case_has_puts_and_gets_of_ours_and_the_floor(tmp_path: Path) -> None:
     case = DiskCase(BLOCK_BYTES, 8, is_direct=False, num_threads=2, has_usual_threads=False)
 
-    put, get = suite.measure_case(case, tmp_path, fixed(3), DiskPeers())
+    put, get = fs.measure_case(case, tmp_path, fixed(3), DiskPeers())
 
     for operation, measurement in (("put", put), ("get", get)):
         assert measurement.labels == {
@@ -112,21 +112,52 @@ def test_a_warm_case_has_puts_and_gets_of_ours_and_the_floor(suite: ModuleType, 
     assert num_bytes_of_blocks(tmp_path) == 0
 
 
+def test_a_usual_case_has_a_sealed_floor_and_the_processor_time_of_puts_too(tmp_path: Path) -> None:
+    case = DiskCase(BLOCK_BYTES, 8, is_direct=False, num_threads=2)
+
+    lines = list(fs.measure_case(case, tmp_path, fixed(3), DiskPeers()))
+
+    assert [(line.labels["operation"], line.unit, line.better) for line in lines] == [
+        ("put", "MiB/s", Better.HIGHER),
+        ("get", "MiB/s", Better.HIGHER),
+        ("put, processor", "ms/MiB", Better.LOWER),
+    ]
+    assert all(set(line.values) == {OURS, FLOOR, fs.SEALED} for line in lines)
+    assert num_bytes_of_blocks(tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "is_direct", "num_jobs", "operation", "expected"),
+    [
+        (2**20, True, 8, "put", Bar(FLOOR, 0.85)),
+        (2**20, True, 8, "get", Bar(FLOOR, 0.85)),
+        (2**20, True, 1, "put", None),
+        (2**20, False, 8, "get", None),
+        (4 * 2**20, True, 8, "put", None),
+        (64 * 2**10, False, 8, fs.PROCESSOR_TIME, Bar(fs.SEALED, 0.5)),
+        (2**20, True, 1, fs.PROCESSOR_TIME, Bar(fs.SEALED, 1.0 / 1.4)),
+        (4 * 2**20, True, 8, fs.PROCESSOR_TIME, None),
+    ],
+)
+def test_bars_are_of_many_jobs_with_direct_io_and_of_processor_time(
+    block_bytes: int, is_direct: bool, num_jobs: int, operation: str, expected: Bar | None
+) -> None:
+    assert fs.bar_of(DiskCase(block_bytes, num_jobs, is_direct, 4), operation) == expected
+
+
 def num_bytes_of_blocks(folder: Path) -> int:
     """Return how many bytes the files of blocks have, the tiers' own documents left out."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return sum(path.stat().st_size for path in files if not path.name.endswith((".usage", "namespace.json")))
 
 
-@pytest.mark.parametrize("suite", [fs, slab])
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_the_tier_has_as_many_threads_as_the_line_says(
-    suite: ModuleType, num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = DiskCase(BLOCK_BYTES, 8, is_direct=False, num_threads=num_threads, has_usual_threads=False)
     bystanders = set(threading.enumerate())
     found: set[str] = set()
-    move_blocks = suite.move_blocks
 
     def watching_move_blocks(
         tier: SecondaryTierManager, keys: Sequence[OffloadKey], num_jobs: int, *, is_promotion: bool
@@ -135,20 +166,19 @@ def test_the_tier_has_as_many_threads_as_the_line_says(
         names = (thread.name for thread in set(threading.enumerate()) - bystanders)
         found.update(name for name in names if "-io-" in name)
 
-    monkeypatch.setattr(suite, "move_blocks", watching_move_blocks)
+    monkeypatch.setattr(fs, "move_blocks", watching_move_blocks)
 
-    list(suite.measure_case(case, tmp_path, fixed(1), DiskPeers()))
+    list(fs.measure_case(case, tmp_path, fixed(1), DiskPeers()))
 
     assert len(found) == num_threads
 
 
-@pytest.mark.parametrize("suite", [fs, slab])
-def test_a_cold_case_has_gets_alone_and_everyone_reads_the_device(suite: ModuleType, tmp_path: Path) -> None:
+def test_a_cold_case_has_gets_alone_and_everyone_reads_the_device(tmp_path: Path) -> None:
     skip_without_page_cache(tmp_path)
     case = DiskCase(BLOCK_BYTES, 8, is_direct=False, num_threads=4, is_cold=True)
     before = num_bytes_read_from_devices()
 
-    (get,) = suite.measure_case(case, tmp_path, fixed(3), DiskPeers())
+    (get,) = fs.measure_case(case, tmp_path, fixed(3), DiskPeers())
 
     num_read_bytes = num_bytes_read_from_devices() - before
     assert (get.labels["operation"], get.labels["I/O"]) == ("get", "buffered, cold")
@@ -194,9 +224,8 @@ def test_with_direct_io_the_envelope_has_a_bar(tmp_path: Path, monkeypatch: pyte
     ("block_bytes", "is_direct", "num_threads"),
     [(64 * 2**10, True, 4), (2**20, True, 8), (2**20, False, 4)],
 )
-@pytest.mark.parametrize("suite", [fs, slab])
 def test_a_usual_case_has_the_threads_that_the_tier_takes_by_itself(
-    suite: ModuleType, block_bytes: int, is_direct: bool, num_threads: int, tmp_path: Path
+    block_bytes: int, is_direct: bool, num_threads: int, tmp_path: Path
 ) -> None:
     if is_direct:
         skip_without_direct_io(tmp_path)
@@ -204,7 +233,7 @@ def test_a_usual_case_has_the_threads_that_the_tier_takes_by_itself(
     rows = make_rows(2 * num_threads, block_bytes)
     bystanders = set(threading.enumerate())
 
-    tier = suite.start_tier(usual[0], rows, tmp_path / "tier")
+    tier = fs.start_tier(usual[0], rows, tmp_path / "tier")
     try:
         keys = make_keys(2 * num_threads, 0)
         move_blocks(tier, keys, len(keys), is_promotion=False)
@@ -224,75 +253,91 @@ def skip_without_direct_io(folder: Path) -> None:
         pytest.skip(f"no direct I/O here: {error}")
 
 
-def test_in_a_round_floors_read_what_the_tier_reads_and_only_two_rounds_are_kept(tmp_path: Path) -> None:
+def test_the_directory_is_full_and_tier_and_floor_read_their_own_blocks(tmp_path: Path) -> None:
     case = DiskCase(BLOCK_BYTES, 8, is_direct=False, num_threads=2)
     rows = make_rows(case.num_blocks, BLOCK_BYTES)
     stored = bytes(rows)
-    tier = fs.start_tier(case, rows, tmp_path / "tier")
-    make_set = fs.files_of_tier(case, tmp_path / "tier")
-    turns = fs.Turns(tier, case, rows, make_set)
-    floor = RawFiles(rows, 2, is_direct=False, is_sealed=True)
-    run_floor = fs.floor_of(floor, fs.files_of_floor(tmp_path / "floor", case.num_blocks), make_set)
-    try:
-        for number in range(3):
-            assert min(turns.run().values()) > 0
-            rows.cast("B")[:] = bytes(rows.nbytes)
-            assert min(run_floor().values()) > 0
-            assert bytes(rows) == stored, "the sealed floor has read and checked the tier's blocks"
-
-            has_bytes = [is_whole(make_set(before)) for before in range(number + 2)]
-            assert has_bytes == [False] * number + [True, True]
-            floor_files = list((tmp_path / "floor").iterdir())
-            assert len(floor_files) == (number + 1) * case.num_blocks, "no file is removed"
-            assert not any(path.stat().st_size for path in floor_files)
-    finally:
-        floor.close()
-        tier.shutdown(1.0)
+    with ExitStack() as ends:
+        tier = fs.FullTier(case, rows, tmp_path / "tier")
+        ends.callback(tier.close)
+        floor = fs.open_floor(case, rows, tmp_path / "floor", ends, is_sealed=True)
+        num_floor_bytes = floor.path.stat().st_size
+        for number in range(fs.NUM_SETS + 1):
+            keys = fs.keys_of(case, number)
+            held = held_keys(tmp_path / "tier")
+            assert len(held) == fs.NUM_SETS * case.num_blocks
+            assert not held & set(keys)
+            for contestant in (tier, floor):
+                contestant.put(number, keys)
+                rows.cast("B")[:] = bytes(rows.nbytes)
+                contestant.get(number, keys)
+                assert bytes(rows) == stored
+            assert held_keys(tmp_path / "tier") >= set(keys)
+        assert floor.path.stat().st_size == num_floor_bytes
 
 
-def is_whole(files: FileSet) -> bool:
-    """Return whether the files have their bytes; either all or none of them do."""
-    (size_bytes,) = {Path(path).stat().st_size for path in files.paths}
-    return size_bytes > 0
+def held_keys(root: Path) -> set[bytes]:
+    """Return the keys of the blocks below a tier's directory."""
+    return {block.name for block in stored_blocks(root)}
 
 
-def test_the_slab_and_its_floor_write_one_file_and_the_tier_reads_its_own_blocks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_scattered", [False, True])
+def test_victims_are_neighbours_unless_blocks_were_used_in_another_order(
+    is_scattered: bool, tmp_path: Path
+) -> None:
     case = DiskCase(BLOCK_BYTES, 8, is_direct=False, num_threads=2)
-    rows = make_rows(case.num_blocks, BLOCK_BYTES)
-    stored = bytes(rows)
-    path = tmp_path / "slab"
-    tier = slab.start_tier(case, rows, path)
-    floor = slab.Floor(rows, path, case)
-    turns = slab.Turns(tier, rows, case)
+    tier = fs.FullTier(case, make_rows(case.num_blocks, BLOCK_BYTES), tmp_path)
     try:
-        for _ in range(2):
-            turns.put()
-            rows.cast("B")[:] = bytes(rows.nbytes)
-            turns.get()
-            assert bytes(rows) == stored
-            of_tier = path.read_bytes()
-
-            floor.put()
-            rows.cast("B")[:] = bytes(rows.nbytes)
-            floor.get()
-            assert bytes(rows) == stored
-            assert path.read_bytes() != of_tier, "without envelopes"
-            assert len(path.read_bytes()) == len(of_tier)
+        if is_scattered:
+            tier.scatter(0)
+        keys = set(fs.keys_of(case, 0))
+        tier.put(0, list(keys))
     finally:
-        floor.close()
-        tier.shutdown(1.0)
+        tier.close()
+
+    packs = Counter(block.pack for block in stored_blocks(tmp_path) if block.name in keys)
+    assert packs.total() == case.num_blocks
+    assert len(packs) == (fs.NUM_SETS if is_scattered else 1)
 
 
-def test_a_floor_does_not_accept_another_s_bytes(tmp_path: Path) -> None:
-    floor = RawFiles(make_rows(2, BLOCK_BYTES), 2, is_direct=False, is_sealed=True)
-    make_set = fs.files_of_floor(tmp_path / "floor", 2)
+def test_scattered_victims_have_puts_of_ours_and_the_sealed_floor(tmp_path: Path) -> None:
+    case = DiskCase(BLOCK_BYTES, MANY_JOBS, is_direct=False, num_threads=2)
+
+    line = fs.measure_scattered(case, tmp_path, fixed(3))
+
+    assert line.labels == case.labels("put, scattered victims")
+    assert {name: len(values) for name, values in line.values.items()} == {OURS: 4, fs.SEALED: 4}
+    assert all(value > 0 for values in line.values.values() for value in values)
+    assert num_bytes_of_blocks(tmp_path) == 0
+
+
+@pytest.mark.parametrize("is_the_place", [True, False])
+def test_a_floor_does_not_accept_another_s_bytes(is_the_place: bool, tmp_path: Path) -> None:
+    rows = make_rows(2, BLOCK_BYTES)
+    floor = RawSlots(tmp_path / "floor", rows, 2, 2, 1, is_direct=False, is_sealed=True)
     try:
-        floor.put(make_set(0))
-        for first, second in zip(make_set(0).paths, make_set(1).paths, strict=True):
-            Path(first).rename(second)
+        floor.put(0, make_keys(2, 0))
+        floor.put(1, make_keys(2, 1))
+        floor.get(0, make_keys(2, 0))
 
         with pytest.raises(AssertionError):
-            floor.get(make_set(1))
+            floor.get(*((1, make_keys(2, 0)) if is_the_place else (0, make_keys(2, 1))))
+    finally:
+        floor.close()
+
+
+def test_a_floor_notices_a_byte_that_changed(tmp_path: Path) -> None:
+    floor = RawSlots(tmp_path / "floor", make_rows(2, BLOCK_BYTES), 1, 2, 1, is_direct=False, is_sealed=True)
+    try:
+        floor.put(0, make_keys(2, 0))
+        with floor.path.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            (last,) = file.read(1)
+            file.seek(-1, os.SEEK_END)
+            file.write(bytes([last ^ 1]))
+
+        with pytest.raises(AssertionError):
+            floor.get(0, make_keys(2, 0))
     finally:
         floor.close()
 
@@ -315,26 +360,3 @@ def test_a_folder_that_cannot_be_spread_is_left_alone() -> None:
     spread_folders(folder)
 
     assert folder.is_dir()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_direct", [False, True])
-def test_in_a_full_directory_each_put_takes_the_place_of_older_blocks(
-    tmp_path: Path, is_direct: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    be_patient(monkeypatch.setattr)
-    case = DiskCase(BLOCK_BYTES, 8, is_direct, num_threads=2)
-
-    measured = fs_full.measure_case(case, tmp_path / "full", fixed(3))
-
-    assert {name: len(values) for name, values in measured.values.items()} == {
-        OURS: 3,
-        FLOOR: 3,
-        fs_full.REMOVED: 3,
-    }
-    assert all(rate > 0 for values in measured.values.values() for rate in values)
-    most = fs_full.NUM_SETS * case.num_blocks
-    for name in ("tier", FLOOR, fs_full.REMOVED):
-        files = [path for path in (tmp_path / "full" / name).rglob("*") if path.stat().st_size > BLOCK_BYTES]
-        # A recount of the tier beside its stores may count some twice, and more is evicted than must be.
-        assert (0.5 if name == "tier" else 0.9) * most <= len(files) <= most

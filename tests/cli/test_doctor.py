@@ -22,7 +22,7 @@ def test_a_machine_that_runs_these_tests_is_healthy(
 
     shown = capsys.readouterr().out
     assert status == 0
-    assert all(word in shown for word in ("Python", "cores", "numpy", "torch", "O_TMPFILE", "O_DIRECT"))
+    assert all(word in shown for word in ("Python", "cores", "numpy", "torch", "packs in", "O_DIRECT"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -121,11 +121,16 @@ def test_the_kernel_s_table_of_locks_is_read() -> None:
     assert doctor.locked_inodes(table) == {(os.makedev(0, 0x1B), 2), (os.makedev(8, 1), 99)}
 
 
-def test_a_file_system_without_unnamed_files_or_direct_io_is_a_note() -> None:
+def test_a_file_system_without_direct_io_is_a_note_and_one_without_files_is_broken() -> None:
     kernel_s_own = Path("/proc/self")
 
-    assert doctor.check_unnamed_files(kernel_s_own).result is CheckResult.NOTE
     assert doctor.check_direct_io(kernel_s_own).result is CheckResult.NOTE
+    assert doctor.check_packs(kernel_s_own).result is CheckResult.BROKEN
+
+
+def test_packs_are_tried_and_nothing_is_left(tmp_path: Path) -> None:
+    assert doctor.check_packs(tmp_path).result is CheckResult.GOOD
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_extra_that_is_not_installed_names_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("cryptography")
 
+from tests.tiering.fs.slots import stored_blocks
+
 from kvtier.base import JobId, OffloadKey, make_offload_key
 from kvtier.cli.config_checks import check_config
 from kvtier.cli.main import main
@@ -39,7 +41,6 @@ def entry_of(kind: str, directory: Path) -> dict[str, object]:
     """Return the settings of a tier."""
     entries: dict[str, dict[str, object]] = {
         "fs": {"type": "fs", "root_dir": str(directory / "fs"), "capacity_bytes": "4MiB"},
-        "slab": {"type": "slab", "path": str(directory / "blocks.slab"), "capacity_bytes": "1MiB"},
         "obj": {"type": "obj", "url": f"file://{directory}/store"},
     }
     return entries[kind]
@@ -47,11 +48,7 @@ def entry_of(kind: str, directory: Path) -> dict[str, object]:
 
 def place_of(kind: str, directory: Path) -> str:
     """Return the same as a command's argument."""
-    return {
-        "fs": str(directory / "fs"),
-        "slab": str(directory / "blocks.slab"),
-        "obj": f"file://{directory}/store",
-    }[kind]
+    return {"fs": str(directory / "fs"), "obj": f"file://{directory}/store"}[kind]
 
 
 def fill(kind: str, directory: Path, *, is_encrypting: bool = True, salt: str = "") -> None:
@@ -129,7 +126,7 @@ def test_without_a_ring_named_the_command_says_how_to_name_it(
     assert KEY_FILE_VARIABLE in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["fs", "slab", "obj"])
+@pytest.mark.parametrize("kind", ["fs", "obj"])
 def test_a_drop_is_proven_in_every_place(
     ring: Path, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,7 +210,7 @@ def test_a_dropped_tenant_can_be_proven_again(
     assert ring.read_bytes() == before
 
 
-@pytest.mark.parametrize("kind", ["fs", "slab", "obj"])
+@pytest.mark.parametrize("kind", ["fs", "obj"])
 def test_verify_checks_what_it_can_and_with_the_ring_everything(
     ring: Path, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,21 +232,20 @@ def test_verify_checks_what_it_can_and_with_the_ring_everything(
     assert states["no_key"] + states["whole"] == sum(states.values())
 
 
-@pytest.mark.parametrize("kind", ["fs", "slab"])
 def test_verify_names_blocks_whose_key_id_is_not_in_the_ring(
-    ring: Path, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ring: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     older = ring.with_name("older.json")
     write_ring(older, read_ring(ring))
     assert main(["keys", "rotate"]) == 0
-    fill(kind, tmp_path)
+    fill("fs", tmp_path)
     capsys.readouterr()
-    assert main(["verify", place_of(kind, tmp_path), "--key-file", str(older), "--json"]) == 0
+    assert main(["verify", place_of("fs", tmp_path), "--key-file", str(older), "--json"]) == 0
     states = json.loads(capsys.readouterr().out)["states"]
     assert (states["no_key"], states["whole"], states["damaged"]) == (3, 2, 0)
 
 
-@pytest.mark.parametrize("kind", ["fs", "slab", "obj"])
+@pytest.mark.parametrize("kind", ["fs", "obj"])
 def test_verify_with_another_ring_calls_no_block_damaged_and_deletes_none(
     ring: Path, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -269,32 +265,28 @@ def test_verify_calls_blocks_damaged_that_the_ring_named_though_it_opens_none_of
     ring: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fill("fs", tmp_path)
-    paths = sorted((tmp_path / "fs").rglob("*.kv"))
-    for path in paths:
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
+    blocks = stored_blocks(tmp_path / "fs")
+    for block in blocks:
+        block.flip()
     another = ring.with_name("another.json")
     assert main(["keys", "create", "--key-file", str(another)]) == 0
     place = str(tmp_path / "fs")
     capsys.readouterr()
     assert main(["verify", place, "--key-file", str(another), "--delete", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["states"]["no_key"] == len(paths) == 5
+    assert json.loads(capsys.readouterr().out)["states"]["no_key"] == len(blocks) == 5
     assert main(["verify", place, "--key-file", str(ring), "--delete", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["states"]["damaged"], found["states"]["no_key"], found["removed"]) == (5, 0, 5)
-    assert not list((tmp_path / "fs").rglob("*.kv"))
+    assert not stored_blocks(tmp_path / "fs")
 
 
 def test_verify_finds_a_flipped_bit_with_the_ring_and_a_moved_block_without(
     ring: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fill("fs", tmp_path)
-    paths = sorted((tmp_path / "fs").rglob("*.kv"))
-    data = bytearray(paths[0].read_bytes())
-    data[5000] ^= 1
-    paths[0].write_bytes(data)
-    paths[1].replace(paths[2])
+    damaged, source, target, *_ = stored_blocks(tmp_path / "fs")
+    damaged.flip()
+    target.write(source.read())
     capsys.readouterr()
     assert main(["verify", str(tmp_path / "fs"), "--json"]) == 1
     states = json.loads(capsys.readouterr().out)["states"]
@@ -316,7 +308,7 @@ def test_inspect_and_purge_work_without_the_ring(
     assert shown.count("namespace ") == 2
     assert "encrypted" in shown
     assert main(["purge", place, "--all"]) == 0
-    assert not list((tmp_path / "fs").rglob("*.kv"))
+    assert not stored_blocks(tmp_path / "fs")
 
 
 def tenants_in(place: str, capsys: pytest.CaptureFixture[str], *options: str) -> dict[int, int]:
@@ -327,7 +319,7 @@ def tenants_in(place: str, capsys: pytest.CaptureFixture[str], *options: str) ->
     return {int(one["number"], 16): one["blocks"] for namespace in found for one in namespace["tenants"]}
 
 
-@pytest.mark.parametrize("kind", ["fs", "slab", "obj"])
+@pytest.mark.parametrize("kind", ["fs", "obj"])
 def test_inspect_and_purge_know_the_tenants_of_encrypted_blocks_with_the_ring_alone(
     ring: Path, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

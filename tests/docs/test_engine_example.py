@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.tiering.fs.slots import stored_blocks
 
 from scripts.check_docs import python_blocks
 
@@ -76,10 +77,7 @@ def test_a_damaged_block_is_computed_again(open_engine: Callable[..., Engine], t
     engine = open_engine()
     first = engine.run(DOCUMENT, 8)
     engine.shutdown()
-    damaged = min((tmp_path / "blocks").rglob("*.kv"))
-    content = bytearray(damaged.read_bytes())
-    content[-1] ^= 1
-    damaged.write_bytes(content)
+    stored_blocks(tmp_path / "blocks")[0].flip()
 
     restarted = open_engine()
 

@@ -5,9 +5,6 @@ imported once and every engine lives in a forked child, so that twenty instants 
 parent never computes: a fork must not inherit half of a thread pool.
 """
 
-import errno
-import importlib
-import importlib.util
 import json
 import os
 import random
@@ -19,7 +16,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
@@ -28,6 +24,7 @@ from kvtier.cli.demo.serving import SetUp, config_with, config_without, serve_tu
 from kvtier.cpu.region_file import SHARED_MEMORY_DIRECTORY
 from kvtier.engines.transformers import KVTierEngine
 from kvtier.engines.transformers.local_model import make_random_llama
+from kvtier.tiering.fs.system_calls import REAL_CALLS
 
 NUM_CONVERSATIONS, NUM_TURNS, NUM_DOCUMENT_TOKENS = 3, 2, 150
 NUM_DEVICE_BLOCKS, CPU_BYTES = 20, 20 * 2 * 64 * 16 * 4
@@ -36,14 +33,12 @@ NUM_SHARED_TOKENS = 16
 """The first block holds the heading of a conversation, which is the same at every instant."""
 
 
-NUM_SURE_CALLS = 8
-"""Files that a run links however slow its disk is. 53 where the disk keeps up, 20 where a call takes 10 ms, 14 where
-it takes half a second: the host pool is small, and what it drops before its turn is never written."""
+NUM_SURE_CALLS = 6
+"""Jobs that a run stores however slow its disk is: the host pool is small, and what it drops before its turn is never
+written."""
 
-PUBLISH = "publish"
-"""The compiled call that writes a file and links it."""
-
-COMPILED = "kvtier.tiering.fs._whole_files"
+TIER_CALLS = frozenset({"write", "pwritev", "fallocate", "rename"})
+"""Calls of the disk tier, which has its own names for them; others are functions of ``os``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +46,15 @@ class Instant:
     """When a process dies.
 
     Attributes:
-        call: the function of ``os``, or ``PUBLISH``, whose call it is; None dies after a share of an undisturbed run.
+        call: whose call it is; None dies after a share of an undisturbed run.
         number: which call of it, from 1.
         is_after: whether the call has been made.
-        has_unnamed_files: whether the file system offers O_TMPFILE.
         share_ratio: when to die without a call.
     """
 
     call: str | None = None
     number: int = 1
     is_after: bool = False
-    has_unnamed_files: bool = True
     share_ratio: float = 0.0
 
     @property
@@ -70,26 +63,23 @@ class Instant:
         if self.call is None:
             return f"after {self.share_ratio:.2f} of a run"
         order = "after" if self.is_after else "before"
-        return f"{order} {self.call} {self.number}, {'un' if self.has_unnamed_files else ''}named"
+        return f"{order} {self.call} {self.number}"
 
 
 def choose_instants(draw: random.Random) -> list[Instant]:
-    """Return 20 instants: five around the set-up of the region, nine around publishing, six anywhere. Pure."""
+    """Return 20 instants: four around the set-up of the region, ten around packs, six anywhere. Pure."""
     set_up = [
         Instant("posix_fallocate"),
         Instant("posix_fallocate", is_after=True),
         Instant("pwrite", is_after=True),
-        # The tier removes its first scratch file; then both halves have mapped the region and seal it.
-        Instant("unlink"),
-        Instant("unlink", number=2),
+        Instant("unlink"),  # both halves have mapped the region and seal it
     ]
-    publish = [Instant(PUBLISH, draw.randint(1, NUM_SURE_CALLS), is_after) for is_after in (False, True)]
-    publish += [Instant("link", draw.randint(1, NUM_SURE_CALLS), draw.random() < 0.3) for _ in range(3)]
-    publish += [
-        Instant("link", draw.randint(1, NUM_SURE_CALLS), False, has_unnamed_files=False) for _ in range(4)
-    ]
+    packs = [Instant("write", draw.randint(1, NUM_SURE_CALLS), is_after) for is_after in (False, True)]
+    packs += [Instant("pwritev", draw.randint(1, NUM_SURE_CALLS), draw.random() < 0.5) for _ in range(4)]
+    packs += [Instant("fallocate", 2, is_after) for is_after in (False, True)]
+    packs += [Instant("rename", 1, is_after) for is_after in (False, True)]
     anywhere = [Instant(share_ratio=draw.uniform(0.0, 0.6)) for _ in range(6)]
-    return [*set_up, *publish, *anywhere]
+    return [*set_up, *packs, *anywhere]
 
 
 def main(root: Path, seed: int) -> None:
@@ -175,14 +165,9 @@ def serve(root: Path, number: int) -> list[ServedTurn]:
 
 def die_while_serving(root: Path, number: int, instant: Instant) -> bool:
     """Serve and be killed; True when it was too late for that."""
-    if not instant.has_unnamed_files:
-        refuse_unnamed_files()
-    if instant.call == PUBLISH and importlib.util.find_spec(COMPILED) is not None:
-        die_at(importlib.import_module(COMPILED), PUBLISH, instant.number, is_after=instant.is_after)
-    elif instant.call is not None:
-        sys.modules[COMPILED] = None  # type: ignore[assignment]  # so that each call of the system is one of os
-        name = "link" if instant.call == PUBLISH else instant.call
-        die_at(os, name, instant.number, is_after=instant.is_after)
+    if instant.call is not None:
+        owner = REAL_CALLS if instant.call in TIER_CALLS else os
+        die_at(owner, instant.call, instant.number, is_after=instant.is_after)
     serve(root, number)
     return True
 
@@ -208,14 +193,13 @@ def leftovers(root: Path, victim: int) -> list[str]:
 
 
 def temporaries(root: Path) -> Iterator[Path]:
-    """Yield the tier's temporary files."""
-    folder = root / "tmp"
-    return folder.iterdir() if folder.is_dir() else iter(())
+    """Yield what says that the tier's process lives."""
+    return root.glob("*.notes")
 
 
-def die_at(module: ModuleType, name: str, number: int, *, is_after: bool) -> None:
-    """Make a call of a module's function the last thing this process does, in whichever thread."""
-    real: Callable[..., object] = getattr(module, name)
+def die_at(owner: object, name: str, number: int, *, is_after: bool) -> None:
+    """Make a call of a function the last thing this process does, in whichever thread."""
+    real: Callable[..., object] = getattr(owner, name)
     calls = iter(range(1, sys.maxsize))
     lock = threading.Lock()
 
@@ -229,19 +213,7 @@ def die_at(module: ModuleType, name: str, number: int, *, is_after: bool) -> Non
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    setattr(module, name, call)
-
-
-def refuse_unnamed_files() -> None:
-    """Make the file system one without O_TMPFILE."""
-    real: Callable[..., object] = os.open
-
-    def open_named(path: str, flags: int, *args: object, **kwargs: object) -> object:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), path)
-        return real(path, flags, *args, **kwargs)
-
-    setattr(os, "open", open_named)  # noqa: B010 - its type is not quite that of os.open
+    object.__setattr__(owner, name, call) if owner is REAL_CALLS else setattr(owner, name, call)
 
 
 if __name__ == "__main__":

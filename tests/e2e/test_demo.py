@@ -122,7 +122,7 @@ def test_another_answer_with_kvtier_is_exit_status_1(
 
 
 @pytest.mark.servers
-@pytest.mark.parametrize("tier", ["slab", "obj", "valkey", "mooncake"])
+@pytest.mark.parametrize("tier", ["obj", "valkey", "mooncake"])
 def test_every_tier_serves_the_demo_and_the_restart_with_the_same_tokens(
     tmp_path: Path, place: Path, tiny_model: Path, tier: str
 ) -> None:

@@ -41,4 +41,4 @@ def test_a_process_killed_at_any_instant_costs_no_token_and_leaves_nothing(tmp_p
     # How many blocks depends on how far the disk had come: a busy machine has dropped most before their turn.
     assert any(run["next"]["inherited_tokens"] for run in runs)
     assert any(name.startswith(str(SHARED_MEMORY_DIRECTORY)) for name in left)
-    assert any(name.startswith(str(tmp_path / "tmp")) for name in left)
+    assert any(name.endswith(".notes") for name in left)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.tiering.fs.engine import bytes_of_packs
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvtier.engines.transformers import EngineConfig, KVTierEngine
@@ -32,7 +33,7 @@ PAUSE_S = 60.0
 DRAIN_S = 60.0
 
 SLOT_BYTES = 4096
-"""One row of host memory with tiers, and one page of a slab: a block of this model has 1,536 bytes."""
+"""One row of host memory with tiers: a block of this model has 1,536 bytes."""
 
 SPEED = LinkSpeed(1e9, 1e9)
 
@@ -181,11 +182,15 @@ def test_hits_are_those_of_the_real_engine_when_the_tier_evicts_too(
     model: LlamaForCausalLM, tmp_path: Path, seed: int, sizes: Sizes
 ) -> None:
     assert sizes.tier is not None
-    # A slab has a page in front of its slots, one behind, and one in front of each; files are evicted by times of a
-    # minute.
-    capacity_bytes = 2 * SLOT_BYTES * sizes.tier + 2 * SLOT_BYTES
-    path = tmp_path / "blocks.slab"
-    tier = {"type": "slab", "path": str(path), "capacity_bytes": capacity_bytes, "policy": "lru"}
+    # One pack, whose slots are all that the policy has.
+    capacity_bytes = bytes_of_packs(1, sizes.tier, SLOT_BYTES)
+    tier = {
+        "type": "fs",
+        "root_dir": str(tmp_path / "blocks"),
+        "capacity_bytes": capacity_bytes,
+        "pack_bytes": capacity_bytes,
+        "policy": "lru",
+    }
 
     assert_agree(model, seed, sizes, tmp_path / "trace.jsonl", tier)
 

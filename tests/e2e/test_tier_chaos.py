@@ -17,7 +17,7 @@ pytestmark = pytest.mark.servers
 
 SMALL_NUM_BLOCKS = 400
 NUM_BLOCKS = int(os.environ.get("KVTIER_CHAOS_BLOCKS", SMALL_NUM_BLOCKS))
-SEEDS = {"slab": 1, "fs": 2, "obj": 3, "valkey": 4, "mooncake": 5}
+SEEDS = {"fs": 2, "obj": 3, "valkey": 4, "mooncake": 5}
 SMALL_TIMEOUT_S = 240
 """A guard against a hang; the small run of a tier takes about ten seconds."""
 

@@ -1,8 +1,7 @@
 """What each secondary tier keeps its blocks in, as something to kill, hang and start again under a running engine.
 
 It drives no engine and knows no block but those that another process writes. Servers are those of the tiers' own
-tests. A file or a directory has no server: there another process that uses the same one is what dies in the middle of
-its writes; a slab has one owner at a time, so the engine gives it up for that and opens it anew.
+tests. A directory has no server: there another process that uses the same one is what dies in the middle of its writes.
 """
 
 import random
@@ -17,7 +16,7 @@ from tests.servers import require_mooncake
 from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES
 
 FIRST_PEER_NUMBER = 2**30
-"""Blocks from here on are written by the other process on a slab or a directory."""
+"""Blocks from here on are written by the other process in a directory."""
 
 MAX_PEER_JOBS = 8
 """Jobs that it ends before it is killed in the next one."""
@@ -64,29 +63,6 @@ class ServerOrder:
     num_blocks: int
     choose: random.Random
     monkeypatch: pytest.MonkeyPatch
-
-
-def start_slab(order: ServerOrder) -> TierServer:
-    """Return a file with room for half of the blocks, in which another engine dies while this one is away."""
-    from tests.tiering.slab.conftest import capacity_of
-    from tests.tiering.slab.peer import Peer
-
-    path = order.folder / "blocks.slab"
-    capacity_bytes = capacity_of(max(MIN_CAPACITY_BLOCKS, order.num_blocks // 2))
-
-    def die_writing() -> None:
-        peer = Peer(path, capacity_bytes)
-        assert peer.greeting == "ready"
-        peer.store(FIRST_PEER_NUMBER, 2 * MAX_PEER_JOBS * NUM_ROWS)
-        for _ in range(order.choose.randint(1, MAX_PEER_JOBS)):
-            peer.next_answer()
-        peer.kill()
-
-    def nothing() -> None:
-        """The file stays where it is."""
-
-    config = {"type": "slab", "path": str(path), "capacity_bytes": capacity_bytes}
-    return TierServer(config, die_writing, nothing, None, nothing, nothing, ends_engine=True)
 
 
 class FSNeighbour:
@@ -201,7 +177,6 @@ def start_mooncake(order: ServerOrder) -> TierServer:
 
 
 SERVERS: Mapping[str, Callable[[ServerOrder], TierServer]] = {
-    "slab": start_slab,
     "fs": start_fs,
     "obj": start_obj,
     "valkey": start_valkey,

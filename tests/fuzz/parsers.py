@@ -13,6 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 from tests.connector.fakes import FakeSpec, hash_tokens, make_config
 
@@ -27,9 +28,23 @@ from kvtier.observe.control_wire import decode, encode
 from kvtier.settings import parse_settings
 from kvtier.sim.formats.registry import read_trace
 from kvtier.tiering.base import parse_tier_settings
-from kvtier.tiering.fs.settings import FSSettings
+from kvtier.tiering.fs.notes import NotesState, WantNote, seal_notes
+from kvtier.tiering.fs.pack_header import OwnerMark, PackGeometry, PackHeader
+from kvtier.tiering.fs.purge_requests import NamedBlock, PurgeRequest, parse_requests
+from kvtier.tiering.fs.records import (
+    RECORD,
+    RECORD_BYTES,
+    Change,
+    Kind,
+    names_of,
+    pack_changes,
+    seal_records,
+    whole_records,
+)
+from kvtier.tiering.fs.settings import PackSettings
 from kvtier.tiering.kit.envelope import (
     ENVELOPE_BYTES,
+    MAX_KEY_BYTES,
     Envelope,
     HeaderCheck,
     check_block,
@@ -38,22 +53,18 @@ from kvtier.tiering.kit.envelope import (
 )
 from kvtier.tiering.mooncake.settings import MooncakeSettings
 from kvtier.tiering.obj.settings import ObjSettings
-from kvtier.tiering.slab.settings import SlabSettings
-from kvtier.tiering.slab.superblock import SlabGeometry, pack_superblock, unpack_superblock
 from kvtier.tiering.valkey.resp import ProtocolError, ReplyReader, read_reply, read_value
 from kvtier.tiering.valkey.settings import ValkeySettings
 
 NAMESPACE = bytes(range(16))
 KEY = OffloadKey(bytes(36))
-SUPERBLOCK_FIELDS_BYTES = 40
-"""Bytes in front of a superblock's digest."""
+PACK_DIGEST_BYTES = 16
 
 MAX_MESSAGE_CHARS = 2000
 
 DOCUMENT = json.dumps({"layout_version": 1, "model": {"dtype": "float16", "layers": [1, 2, 3]}})
 SETTINGS_OF_TIER = {
-    "fs": FSSettings,
-    "slab": SlabSettings,
+    "fs": PackSettings,
     "obj": ObjSettings,
     "valkey": ValkeySettings,
     "mooncake": MooncakeSettings,
@@ -101,23 +112,44 @@ def _read_envelope(header: bytes, payload: bytes) -> None:
         assert asked is not HeaderCheck.OK, found
 
 
-def feed_superblock(data: bytes) -> None:
-    """Read the first page of a slab, as it is and with its digest made right.
+def feed_pack(data: bytes) -> None:
+    """Read the first two pages of a pack, as they are and with the digest made right.
 
-    A page that is accepted has the bytes that its geometry makes.
+    A page that is accepted has the bytes that are made of what it says, but for what nothing is kept in.
     """
-    fields = data[:SUPERBLOCK_FIELDS_BYTES]
-    digest = hashlib.blake2b(fields, digest_size=16, usedforsecurity=False).digest()
-    for page in (data, fields + digest):
-        found = unpack_superblock(page)
-        if isinstance(found, SlabGeometry):
-            made = pack_superblock(found)
-            assert unpack_superblock(made) == found
-            padding = slice(20, 24)
-            assert made[: padding.start] == page[: padding.start]
-            assert (
-                made[padding.stop : SUPERBLOCK_FIELDS_BYTES] == page[padding.stop : SUPERBLOCK_FIELDS_BYTES]
-            )
+    kinds: tuple[type[PackHeader | OwnerMark], ...] = (PackHeader, OwnerMark)
+    for kind in kinds:
+        length = len((PACK_HEADER if kind is PackHeader else OWNER_MARK).pack()) - PACK_DIGEST_BYTES
+        fields = data[:length]
+        digest = hashlib.blake2b(fields, digest_size=PACK_DIGEST_BYTES, usedforsecurity=False).digest()
+        for page in (data, fields + digest):
+            found = kind.unpack(page)
+            if found is not None:
+                assert kind.unpack(found.pack()) == found
+            if isinstance(found, PackHeader):
+                assert found.geometry.is_possible()
+
+
+def feed_records(data: bytes) -> None:
+    """Read a journal, as it is and with the records' checksums made right."""
+    whole = np.frombuffer(data, RECORD, count=len(data) // RECORD_BYTES)
+    for journal in (data, seal_records(whole, PACK_HEADER.pack_id)):
+        records, num_read = whole_records(journal, PACK_HEADER.pack_id, PACK_HEADER.geometry.num_slots)
+        assert len(records) <= num_read <= len(whole)
+        assert all(slot < PACK_HEADER.geometry.num_slots for slot in records["slot"].tolist())
+        assert all(len(name) <= MAX_KEY_BYTES for name in names_of(records))
+        again = seal_records(records, PACK_HEADER.pack_id)
+        assert whole_records(again, PACK_HEADER.pack_id, PACK_HEADER.geometry.num_slots)[1] == len(records)
+
+
+def feed_notes(data: bytes) -> None:
+    """Read the notes of another process, as they are and as JSON behind the right checksum; and a list of purges."""
+    for page in (data, seal_notes(data)):
+        found = NotesState.unpack(page)
+        if found is not None:
+            assert NotesState.unpack(found.pack()) == found
+    for request in parse_requests(data):
+        assert parse_requests(json.dumps([request]).encode()) == [request]
 
 
 def feed_document(data: bytes) -> None:
@@ -261,13 +293,27 @@ CONTROL_LINES = [
     b'{"do": "purge", "all": true}',
     b'{"do": "purge", "tiers": ["fs", "host"], "tenant": "team"}',
 ]
+PACK_HEADER = PackHeader(PackGeometry(4096, 10), bytes(range(16)), NAMESPACE)
+OWNER_MARK = OwnerMark(bytes(16), "12x9f", bytes(range(16)), is_closed=True)
+CHANGES = [Change(Kind.STORED, 3, KEY, 5, 6), Change(Kind.DROPPED, 3, b"")]
+NOTES = NotesState(
+    NAMESPACE.hex(), 2**30, 5.5, WantNote(NAMESPACE.hex(), 1.5, None), ((NAMESPACE.hex(), 3),), ("0" * 16,)
+)
+PURGES = [PurgeRequest("0" * 16, NAMESPACE.hex(), 3, 5.5, (NamedBlock(NAMESPACE.hex(), 3, KEY.hex()),))]
 FS_TIER = b'{"type": "fs", "root_dir": "/x", "capacity_bytes": 1}'
 
 PARSERS = {
     one.name: one
     for one in (
         Parser("envelope", feed_envelope, [make_header(KEY, NAMESPACE, PAYLOAD) + PAYLOAD], [b"KVTB"]),
-        Parser("superblock", feed_superblock, [pack_superblock(SlabGeometry(4096, 10))], [b"kvtier-slab"]),
+        Parser("pack", feed_pack, [PACK_HEADER.pack(), OWNER_MARK.pack()], [b"kvtier-pack", b"kvtier-owner"]),
+        Parser("records", feed_records, [pack_changes(CHANGES, PACK_HEADER.pack_id)]),
+        Parser(
+            "notes",
+            feed_notes,
+            [NOTES.pack().rstrip(b"\0"), NOTES.pack()[28:].rstrip(b"\0"), json.dumps(PURGES).encode()],
+            [b'"version":1', b'"damaged":[[', b'"wants":[', b"1e999"],
+        ),
         Parser("document", feed_document, [DOCUMENT.encode()], [b"layout_version", b"tenant_salt", b"epoch"]),
         Parser(
             "reply",
@@ -285,7 +331,7 @@ PARSERS = {
             "settings",
             feed_settings,
             [b'{"cpu_bytes_to_use": "8GiB", "secondary_tiers": [' + FS_TIER + b"]}"],
-            [b"GiB", b'"type"', b"secondary_tiers", b"valkey", b"slab", b"1e999"],
+            [b"GiB", b'"type"', b"secondary_tiers", b"valkey", b"pack_bytes", b"1e999"],
         ),
         Parser(
             "control",

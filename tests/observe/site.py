@@ -21,8 +21,9 @@ from kvtier.testing.faults import Faults, FaultyTier
 from kvtier.testing.tiering_driver import ROW_BYTES, ArrayRegion
 from kvtier.tiering.base import SecondaryTierManager, TierSettings
 from kvtier.tiering.example import ExampleSecondaryTier
-from kvtier.tiering.fs.system import REAL_CALLS, SystemCalls
-from kvtier.tiering.fs.tier import FSTier
+from kvtier.tiering.fs import FSTier
+from kvtier.tiering.fs.pack_header import PackGeometry, disk_bytes_of
+from kvtier.tiering.fs.system_calls import REAL_CALLS, SystemCalls
 from kvtier.tiering.manager import TieringOffloadingManager
 
 MakeTier = Callable[[OffloadingConfig, memoryview, ManualClock], SecondaryTierManager]
@@ -36,6 +37,8 @@ CONFIG = OffloadingConfig(
 )
 MakeSite = Callable[..., "Site"]
 NUM_RETURNS = 4
+PACK_SLOTS = 4
+"""Blocks of a pack: few, so that several engines have room in a directory."""
 
 MAX_POLLS = 200_000
 """Only a guard against waiting for ever for a thread of a tier."""
@@ -181,15 +184,33 @@ def fs(
     root: Path, num_blocks: int = 1000, settings: TierSettings | None = None, calls: SystemCalls = REAL_CALLS
 ) -> MakeTier:
     """Return what builds a tier in a directory."""
-    capacity_bytes = num_blocks * (ROW_BYTES + 4096)
+    num_packs = -(-num_blocks // PACK_SLOTS)
+    pack_bytes = disk_bytes_of(PackGeometry(ROW_BYTES, PACK_SLOTS))
 
     def make(config: OffloadingConfig, view: memoryview, clock: ManualClock) -> SecondaryTierManager:
         common = settings or TierSettings(max_in_flight_store_bytes=2**30)
-        return FSTier(
-            config, view, common, clock=clock, calls=calls, root_dir=str(root), capacity_bytes=capacity_bytes
+        tier = FSTier(
+            config,
+            view,
+            common,
+            clock=clock,
+            calls=calls,
+            has_thread=False,
+            root_dir=str(root),
+            capacity_bytes=num_packs * pack_bytes,
+            pack_bytes=pack_bytes,
         )
+        tier.keeper.tick()
+        return tier
 
     return make
+
+
+def look_around(site: Site) -> None:
+    """Let the disk tiers of an engine look at their directories now, and not within a second."""
+    for tier in site.tiers:
+        if isinstance(tier, FSTier):
+            tier.keeper.tick(is_due=True)
 
 
 ROOMY = TierSettings(max_in_flight_store_bytes=2**30)

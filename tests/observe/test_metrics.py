@@ -16,9 +16,8 @@ from kvtier.observe.family import Family, Kind, SampleFinder, unread
 from kvtier.observe.metrics import FAMILIES
 from kvtier.observe.tier_metrics import FAILURE_CAUSES, TIER_FAMILIES
 from kvtier.tiering.base import TierFailure
-from kvtier.tiering.fs.directory import COUNTER_NAMES as FS_NAMES
+from kvtier.tiering.fs.store import COUNTER_NAMES as FS_NAMES
 from kvtier.tiering.kit.blobs.store import CAPACITY_COUNTS, COUNTS
-from kvtier.tiering.slab.store import COUNTER_NAMES as SLAB_NAMES
 
 pytest.importorskip(
     "mooncake.store",
@@ -32,7 +31,6 @@ BASE_UNITS = ("_seconds", "_bytes", "_tokens", "_blocks", "_ratio", "_jobs", "_r
 
 TIER_COUNTS = {
     "fs": (*FS_NAMES, "expired_blocks", "keyless_blocks"),
-    "slab": SLAB_NAMES,
     "obj": (*COUNTS, *CAPACITY_COUNTS),
     "valkey": (*COUNTS, *CAPACITY_COUNTS),
     "mooncake": (*COUNTS, *MOONCAKE_NAMES, "deferred_deletes"),

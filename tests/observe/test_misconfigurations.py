@@ -16,6 +16,7 @@ from tests.observe.site import (
     faulty,
     fill_host,
     fs,
+    look_around,
     miss_in,
     never_answering,
     not_stored_now,
@@ -23,6 +24,7 @@ from tests.observe.site import (
     with_model,
     with_settings,
 )
+from tests.tiering.fs.slots import stored_blocks
 
 from kvtier.config import KVGroup, OffloadingConfig
 from kvtier.errors import ConfigError
@@ -253,6 +255,7 @@ def test_a_removed_directory_is_named(tmp_path: Path, make_site: MakeSite) -> No
     site.serve(PROMPT)
     fill_host(site)
     shutil.rmtree(tmp_path / "cache")
+    look_around(site)
     serve_again(site)
 
     removed: Detail = {"reason": "removed by another program", "ago_s": 0.0}
@@ -267,10 +270,8 @@ def test_a_damaged_block_is_named(tmp_path: Path, make_site: MakeSite) -> None:
     site = make_site(fs(tmp_path), num_blocks=16)
     site.serve(PROMPT)
     fill_host(site)
-    for path in tmp_path.rglob("*.kv"):
-        data = bytearray(path.read_bytes())
-        data[5000] ^= 1
-        path.write_bytes(data)
+    for block in stored_blocks(tmp_path):
+        block.flip()
     site.serve(PROMPT)
 
     assert miss_in(site).cause is MissCause.DAMAGED

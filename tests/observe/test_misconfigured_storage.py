@@ -25,7 +25,7 @@ from kvtier.config import GroupKind, KVGroup
 from kvtier.cpu.policies.lru import LRUCachePolicy
 from kvtier.misses import Detail, Miss, MissCause, NotStored
 from kvtier.testing.tiering_driver import ROW_BYTES
-from kvtier.tiering.fs.system import Buffers, SystemCalls
+from kvtier.tiering.fs.system_calls import Buffers, SystemCalls
 
 NUM_KEPT = 5
 """Blocks of a prompt that ShortGroupPolicy keeps of the second KV group."""

@@ -17,11 +17,13 @@ from tests.observe.site import (
     faulty,
     fill_host,
     fs,
+    look_around,
     never_answering,
     serve_again,
     with_model,
     with_settings,
 )
+from tests.tiering.fs.slots import stored_blocks
 
 from kvtier.config import KVGroup, OffloadingConfig
 from kvtier.testing.faults import Faults
@@ -147,6 +149,7 @@ def no_files(make_site: MakeSite, folder: Path) -> Site:
     site.serve(PROMPT)
     fill_host(site)
     shutil.rmtree(folder / "cache")
+    look_around(site)
     serve_again(site, 8)
     return site
 
@@ -154,10 +157,8 @@ def no_files(make_site: MakeSite, folder: Path) -> Site:
 def damaged(make_site: MakeSite, folder: Path) -> Site:
     site = make_site(fs(folder), num_blocks=16)
     site.serve(PROMPT)
-    for path in folder.rglob("*.kv"):
-        data = bytearray(path.read_bytes())
-        data[5000] ^= 1
-        path.write_bytes(data)
+    for block in stored_blocks(folder):
+        block.flip()
     fill_host(site)
     serve_again(site, 8)
     return site

@@ -179,11 +179,11 @@ def test_an_engine_serves_its_numbers_and_those_of_its_tiers(tmp_path: Path) -> 
 
     assert samples["kvtier_host_capacity_blocks", labels()] == 8
     assert samples["kvtier_store_bytes_total", labels()] == stats["connector.store_bytes"] > 0
-    slab, disk = labels(tier="slab", tier_index="0"), labels(tier="fs", tier_index="1")
-    for tier in (slab, disk):
+    small, large = labels(tier="fs", tier_index="0"), labels(tier="fs", tier_index="1")
+    for tier in (small, large):
         assert samples["kvtier_tier_stored_blocks_total", tier] == 24
-    assert samples["kvtier_tier_promotion_seconds_count", slab] >= 1
-    assert samples["kvtier_tier_promotion_seconds_count", disk] == 0
+    assert samples["kvtier_tier_promotion_seconds_count", small] >= 1
+    assert samples["kvtier_tier_promotion_seconds_count", large] == 0
     assert len({name for name, _ in samples}) > 100
 
 
@@ -224,7 +224,7 @@ def test_an_engine_whose_port_is_taken_is_refused_and_leaves_nothing_behind(tmp_
         running_engine(tmp_path, metrics_port=first.port),
     ):
         raise AssertionError("it has started")
-    # The directory, the slab and the region can be had again.
+    # The directories and the region can be had again.
     with running_engine(tmp_path, record_trace=str(tmp_path / "another")) as engine:
         engine.run(prompt_of(0), 1)
 

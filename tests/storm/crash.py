@@ -44,8 +44,8 @@ from kvtier.testing.tier_driver import (
     make_rows,
 )
 from kvtier.tiering.base import TierSettings
+from kvtier.tiering.fs.pack_header import PackGeometry, disk_bytes_of
 from kvtier.tiering.fs.tier import FSTier
-from kvtier.tiering.slab.tier import SlabTier
 
 PAGE_BYTES = 4096
 BLOCK_BYTES = ROW_BYTES + PAGE_BYTES
@@ -63,6 +63,9 @@ NUM_PHANTOMS = 8
 """Blocks that were never stored and are looked for by each process."""
 
 FIRST_PHANTOM = 10**12
+
+PACK_SLOTS = (8, 32, 128)
+"""Slots of the packs that a process makes."""
 
 SMALL_BLOCKS = 96
 """Room of a place that evicts all the time."""
@@ -146,7 +149,7 @@ def run_kills(tier: str, kills: int, seed: int, folder: Path) -> Iterator[Totals
     """Kill that many processes and yield the sums after each place's life.
 
     Args:
-        tier: "fs" or "slab".
+        tier: "fs".
         kills: how many.
         seed: of all draws.
         folder: where places are made; each is removed at the end of its life unless it has a finding.
@@ -190,19 +193,24 @@ def draw_settings(tier: str, place: Path, num_blocks: int, choose: random.Random
         "direct_io": choose.choice([True, False]),
         "num_threads": choose.randrange(1, 9),
     }
-    if tier == "fs":
-        common |= {"root_dir": str(place / "fs"), "capacity_bytes": num_blocks * BLOCK_BYTES}
-        return common | {"shared": choose.choice([True, False])}
-    return common | {"path": str(place / "slab"), "capacity_bytes": PAGE_BYTES + num_blocks * BLOCK_BYTES}
+    assert tier == "fs", "there is one tier on disks"
+    pack_bytes = disk_bytes_of(PackGeometry(ROW_BYTES, choose.choice(PACK_SLOTS)))
+    # Half of it is room for headers and journals of short packs.
+    return common | {
+        "root_dir": str(place / "fs"),
+        "capacity_bytes": num_blocks * BLOCK_BYTES * 2,
+        "pack_bytes": pack_bytes,
+        "allow_shrink": True,
+    }
 
 
-def make_tier(tier: str, settings: Mapping[str, Any], rows: memoryview) -> FSTier | SlabTier:
+def make_tier(tier: str, settings: Mapping[str, Any], rows: memoryview) -> FSTier:
     """Open a tier and wait until it knows what its place has.
 
     Raises:
         KVTierError: it cannot be opened, or does not come to know it.
     """
-    opened = (FSTier if tier == "fs" else SlabTier)(make_config(), rows, TierSettings(), **settings)
+    opened = FSTier(make_config(), rows, TierSettings(), **settings)
     if not opened.wait_indexed(HANG_S):
         raise InvariantError(f"tier {tier!r} has not read its place within {HANG_S} s")
     return opened
@@ -354,7 +362,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tier", choices=["fs", "slab"], default="fs")
+    parser.add_argument("--tier", choices=["fs"], default="fs")
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument(
         "--seed", type=int, default=None, help="a number that repeats a run; drawn when it is left out"

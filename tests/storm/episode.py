@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from tests.storm.buckets import ObjPlace, bucket_calls
 from tests.storm.cluster import ClusterPlace, valkey_calls
-from tests.storm.disks import FSPlace, SlabPlace, owner_calls
+from tests.storm.disks import FSPlace, file_times
 from tests.storm.mooncake import MooncakePlace, adapter_loaded, mooncake_calls
 from tests.storm.place import ExamplePlace
 from tests.storm.secrecy import secret_calls
@@ -28,7 +28,6 @@ from tests.storm.world import PlaceMaker, Shape, World
 PLACES: dict[str, PlaceMaker] = {
     "example": ExamplePlace,
     "fs": FSPlace,
-    "slab": SlabPlace,
     "obj": ObjPlace,
     "valkey": ValkeyPlace,
     "cluster": ClusterPlace,
@@ -285,7 +284,7 @@ def _simulated(world: World, packages: Sequence[str], seed: int) -> Iterator[Non
         logger.propagate = False
         try:
             for module, name, substitute in [
-                *owner_calls(world._weather, lambda: world.life),
+                *file_times(world._weather),
                 *bucket_calls(),
                 *valkey_calls(),
                 *mooncake_calls(),

@@ -22,8 +22,6 @@ from pathlib import Path
 
 from kvtier.testing.tier_driver import NUM_ROWS, TierDriver, content_of, make_config, make_rows
 from kvtier.tiering.fs import FSTier
-from kvtier.tiering.kit.threaded_tier import ThreadedTier
-from kvtier.tiering.slab import SlabTier
 
 PAGE = """# What outlives a loss of power
 
@@ -78,7 +76,7 @@ class Case:
 
 CASES = tuple(
     Case(tier, durability, direct_io)
-    for tier in ("fs", "slab")
+    for tier in ("fs",)
     for durability in ("none", "fdatasync")
     for direct_io in (False, True)
 )
@@ -185,28 +183,15 @@ def _start(case: Case, at: Path) -> TierDriver:
     """Return a tier in a folder that knows what is there."""
     rows = make_rows(row_bytes=ROW_BYTES)
     config = make_config(row_bytes=ROW_BYTES)
-    tier: ThreadedTier[object]
-    if case.tier == "fs":
-        fs = FSTier(
-            config,
-            rows,
-            root_dir=at / "kvtier",
-            capacity_bytes=CAPACITY,
-            direct_io=case.direct_io,
-            durability=case.durability,
-        )
-        is_indexed, tier = fs.wait_indexed(HANG_GUARD_S), fs  # type: ignore[assignment]  # of its own namespaces
-    else:
-        slab = SlabTier(
-            config,
-            rows,
-            path=at / "slab",
-            capacity_bytes=CAPACITY,
-            direct_io=case.direct_io,
-            durability=case.durability,
-        )
-        is_indexed, tier = slab.wait_indexed(HANG_GUARD_S), slab  # type: ignore[assignment]  # likewise
-    assert is_indexed, "the place was not read in time"
+    tier = FSTier(
+        config,
+        rows,
+        root_dir=at / "kvtier",
+        capacity_bytes=CAPACITY,
+        direct_io=case.direct_io,
+        durability=case.durability,
+    )
+    assert tier.wait_indexed(HANG_GUARD_S), "the place was not read in time"
     return TierDriver(tier, rows)
 
 

@@ -401,6 +401,9 @@ class SimModules:
             time,
             monotonic=threads.clock,
             time=lambda: WALL_START_S + threads.clock(),
+            time_ns=lambda: (
+                0
+            ),  # folders have real times: what has changed is looked at each time, fast run or slow
             sleep=threads.sleep,
         )
 

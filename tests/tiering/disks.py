@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.tiering.fs.system import Buffers
+from kvtier.tiering.fs.system_calls import Buffers
 
 
 @contextmanager

@@ -10,21 +10,16 @@ from collections.abc import Callable
 import pytest
 
 from kvtier.testing.tier_suite import TierSuite
-from kvtier.tiering.fs import evictor, shared_usage
-from kvtier.tiering.fs import store as fs_store
+from kvtier.tiering.fs import directory_lock
+from kvtier.tiering.fs import store as pack_store
 from kvtier.tiering.kit.blobs import evictor as blob_evictor
-from kvtier.tiering.slab import reopening
-from kvtier.tiering.slab import store as slab_store
 
 PATIENT_S = 60.0
 
 WAITS: dict[object, dict[str, float]] = {
-    evictor: {"ROOM_WAIT_S": PATIENT_S},
-    shared_usage: {"LOCK_ATTEMPTS": int(PATIENT_S / shared_usage.MAX_LOCK_PAUSE_S)},
-    fs_store: {"CLOSE_TIMEOUT_S": PATIENT_S},
     blob_evictor: {"PAUSE_FACTOR": 0},
-    slab_store: {"INDEX_WAIT_S": PATIENT_S, "PEER_WAIT_S": PATIENT_S},
-    reopening: {"CLOSE_TIMEOUT_S": PATIENT_S},
+    pack_store: {"INDEX_WAIT_S": PATIENT_S, "PEER_WAIT_S": PATIENT_S},
+    directory_lock: {"LOCK_WAIT_S": PATIENT_S},
 }
 
 

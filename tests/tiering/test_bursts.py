@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.tiering.fs.slots import stored_blocks
 
 from kvtier.base import ReqContext
 from kvtier.testing.tier_driver import HANG_GUARD_S, make_config
@@ -73,10 +74,9 @@ def test_each_of_many_requests_gets_its_own_blocks(driver: TieringDriver) -> Non
 
 
 def test_a_damaged_block_costs_the_request_that_wanted_it(driver: TieringDriver, tmp_path: Path) -> None:
-    (path,) = tmp_path.rglob(f"{key_of(PREFIXES[20][1]).hex()}.kv")
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    damaged = key_of(PREFIXES[20][1])
+    (block,) = [block for block in stored_blocks(tmp_path) if block.name == damaged]
+    block.flip()
     expected = [REQUEST_BLOCKS] * NUM_REQUESTS
     expected[20] = 1
     assert hits_of(driver, search_all(driver)) == expected

@@ -1,53 +1,82 @@
 """With ``fdatasync`` a store is reported only after its bytes and its names were synced; without, nothing is."""
 
 import errno
-import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
+from tests.tiering.fs.engine import bytes_of_packs, start_driver
 
 from kvtier.errors import ConfigError
-from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, make_config, make_rows
-from kvtier.tiering.fs import FSTier
-from kvtier.tiering.fs.system import REAL_CALLS, SystemCalls
-from kvtier.tiering.slab import SlabTier
-from kvtier.tiering.slab.slab_file import SystemCalls as SlabCalls
+from kvtier.testing.tier_driver import ROW_BYTES, TierDriver, make_config
+from kvtier.tiering.fs.system_calls import REAL_CALLS, Buffers, SystemCalls
 
 HANG_GUARD_S = 60.0
-BLOCK_BYTES = ROW_BYTES + 4096
+
+Result = TypeVar("Result")
 
 
-class Syncs:
-    """Notes what is synced: folders by name, files as such."""
+@dataclass
+class Disk:
+    """Notes in which order files are written, synced and named; syncs fail when a test says so.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.names: list[str] = []
-        self.error: OSError | None = None
-        self._real = {"fsync": os.fsync, "fdatasync": os.fdatasync}
-        monkeypatch.setattr(os, "fsync", lambda fd: self._sync("fsync", fd))
-        monkeypatch.setattr(os, "fdatasync", lambda fd: self._sync("fdatasync", fd))
+    Attributes:
+        steps: what was done with which file: its suffix for packs and journals, its path for folders.
+        error: what the next syncs say.
+    """
 
-    def _sync(self, call: str, fd: int) -> None:
+    steps: list[tuple[str, str]] = field(default_factory=list)
+    error: OSError | None = None
+
+    def calls(self) -> SystemCalls:
+        """Return what a tier gets for the system."""
+        return replace(
+            REAL_CALLS,
+            write=self._write,
+            pwritev=self._pwritev,
+            sync=self._sync,
+            sync_folder=self._sync_folder,
+            rename=self._rename,
+        )
+
+    def _write(self, fd: int, data: bytes) -> int:
+        return self._note("write", fd, lambda: REAL_CALLS.write(fd, data))
+
+    def _pwritev(self, fd: int, buffers: Buffers, offset: int) -> int:
+        return self._note("write", fd, lambda: REAL_CALLS.pwritev(fd, buffers, offset))
+
+    def _sync(self, fd: int) -> None:
+        self._fail()
+        self._note("sync", fd, lambda: REAL_CALLS.sync(fd))
+
+    def _sync_folder(self, path: str) -> None:
+        self._fail()
+        REAL_CALLS.sync_folder(path)
+        self.steps.append(("sync", path))
+
+    def _rename(self, path: str, new_path: str) -> None:
+        REAL_CALLS.rename(path, new_path)
+        self.steps.append(("name", Path(new_path).suffix))
+
+    def _note(self, what: str, fd: int, call: Callable[[], Result]) -> Result:
+        suffix = Path(f"/proc/self/fd/{fd}").readlink().suffix
+        result = call()
+        self.steps.append((what, ".pack" if suffix == ".new" else suffix))
+        return result
+
+    def _fail(self) -> None:
         if self.error is not None:
             raise self.error
-        self.names.append(str(Path(f"/proc/self/fd/{fd}").readlink()))
-        self._real[call](fd)
 
 
-@pytest.fixture
-def syncs(monkeypatch: pytest.MonkeyPatch) -> Syncs:
-    """What is synced from now on."""
-    return Syncs(monkeypatch)
-
-
-def start_fs(root: Path, durability: str, calls: SystemCalls = REAL_CALLS) -> TierDriver:
-    """Return an fs tier."""
-    rows = make_rows()
-    tier = FSTier(
-        make_config(), rows, root_dir=root, capacity_bytes="8MiB", durability=durability, calls=calls
-    )
-    assert tier.wait_indexed(HANG_GUARD_S)
-    return TierDriver(tier, rows)
+def start(root: Path, durability: str, disk: Disk, **options: object) -> TierDriver:
+    """Return a tier of one pack at a time."""
+    options = {"root_dir": root, "durability": durability, "calls": disk.calls()} | options
+    driver = start_driver(make_config(row_bytes=ROW_BYTES), ROW_BYTES, **options)
+    disk.steps.clear()
+    return driver
 
 
 def end(driver: TierDriver) -> None:
@@ -55,87 +84,90 @@ def end(driver: TierDriver) -> None:
     assert driver.tier.shutdown(HANG_GUARD_S)
 
 
-@pytest.mark.parametrize("calls", [REAL_CALLS, SystemCalls()], ids=["compiled", "stepwise"])
-def test_fs_syncs_names_and_every_folder_above_them_before_it_reports(
-    tmp_path: Path, syncs: Syncs, calls: SystemCalls
-) -> None:
-    root = tmp_path / "fs"
-    driver = start_fs(root, "fdatasync", calls)
-    assert driver.store([1, 2]).success
-    (block, _) = root.glob("*/*/*/*.kv")
-    assert set(syncs.names) == {str(folder) for folder in list(block.parents)[:5]}
-    syncs.names.clear()
-    assert driver.store([3]).success
-    assert syncs.names == [str(block.parent)]
-    syncs.names.clear()
-    assert driver.store([3]).success  # held: whoever has written it
-    assert sorted(syncs.names) == sorted([str(block.parent), str(max(root.glob("*/*/*/*.kv")))])
+@pytest.mark.parametrize("direct_io", [False, "auto"])
+def test_bytes_and_records_are_synced_before_a_store_is_reported(tmp_path: Path, direct_io: object) -> None:
+    disk = Disk()
+    driver = start(tmp_path / "fs", "fdatasync", disk, direct_io=direct_io)
+    assert driver.store([1]).success
+    disk.steps.clear()
+    assert driver.store([2, 3]).success
+    assert disk.steps == [("write", ".pack"), ("write", ".index"), ("sync", ".pack"), ("sync", ".index")]
     assert driver.load_right([1, 2, 3]) == {1, 2, 3}
     end(driver)
 
 
-def test_files_are_written_with_what_makes_each_write_durable(tmp_path: Path) -> None:
-    flags_of: dict[str, set[int]] = {"none": set(), "fdatasync": set()}
-    for durability, flags in flags_of.items():
-
-        def note(path: str, found: int, mode: int, flags: set[int] = flags) -> int:
-            if found & os.O_TMPFILE == os.O_TMPFILE:
-                flags.add(found & os.O_DSYNC)
-            return os.open(path, found, mode)
-
-        driver = start_fs(tmp_path / durability, durability, SystemCalls(open=note))
-        flags.clear()
-        assert driver.store([1]).success
-        end(driver)
-    assert flags_of == {"none": {0}, "fdatasync": {os.O_DSYNC}}
-
-
-def test_a_name_that_cannot_be_synced_is_no_block(tmp_path: Path, syncs: Syncs) -> None:
-    root = tmp_path / "fs"
-    driver = start_fs(root, "fdatasync")
+def test_the_names_of_a_new_pack_and_its_journal_are_synced_before_its_first_block_is_reported(
+    tmp_path: Path,
+) -> None:
+    disk, root = Disk(), tmp_path / "fs"
+    driver = start(root, "fdatasync", disk)
     assert driver.store([1]).success
-    syncs.error = OSError(errno.EIO, "Input/output error")
+    (pack,) = root.rglob("*.pack")
+    named = disk.steps.index(("name", ".pack"))
+    assert ("sync", ".pack") in disk.steps[:named], "a pack is whole before it has its name"
+    assert ("sync", str(pack.parent)) in disk.steps[named:]
+    assert ("sync", str(root)) in disk.steps[named:]
+    assert disk.steps[-1] == ("sync", ".index")
+    end(driver)
+
+
+def test_what_leaves_is_dropped_and_synced_before_its_slot_is_written(tmp_path: Path) -> None:
+    disk = Disk()
+    one_pack = bytes_of_packs(1)
+    driver = start(tmp_path / "fs", "fdatasync", disk, capacity_bytes=one_pack, pack_bytes=one_pack)
+    for number in range(4):
+        assert driver.store([number]).success
+    disk.steps.clear()
+    assert driver.store([10]).success
+    assert not driver.lookup(0)
+    first_write = disk.steps.index(("write", ".pack"))
+    assert disk.steps[:first_write] == [("write", ".index"), ("sync", ".pack"), ("sync", ".index")]
+    end(driver)
+
+
+def test_a_journal_that_is_written_again_is_synced_before_it_has_the_name_and_the_name_after(
+    tmp_path: Path,
+) -> None:
+    disk, root = Disk(), tmp_path / "fs"
+    one_pack = bytes_of_packs(1)
+    driver = start(root, "fdatasync", disk, capacity_bytes=one_pack, pack_bytes=one_pack)
+    number = 0
+    while ("name", ".index") not in disk.steps:
+        disk.steps.clear()
+        assert number < 1000, "the journal is never written again"
+        assert driver.store([number]).success
+        number += 1
+    named = disk.steps.index(("name", ".index"))
+    assert disk.steps[named - 2 : named] == [("write", ".tmp"), ("sync", ".tmp")]
+    (pack,) = root.rglob("*.pack")
+    assert disk.steps[named + 1] == ("sync", str(pack.parent))
+    end(driver)
+
+
+def test_a_block_that_cannot_be_synced_is_no_block(tmp_path: Path) -> None:
+    disk = Disk()
+    driver = start(tmp_path / "fs", "fdatasync", disk)
+    assert driver.store([1]).success
+    disk.error = OSError(errno.EIO, "Input/output error")
     result = driver.store([2])
     assert (result.success, result.is_fault) == (False, True)
-    assert len(list(root.glob("*/*/*/*.kv"))) == 1
-    assert not driver.store([1]).success
-    syncs.error = None
+    assert not driver.lookup(2)
+    disk.error = None
     assert driver.store([1, 2]).success
     assert driver.load_right([1, 2]) == {1, 2}
     end(driver)
 
 
-def test_without_it_nothing_is_synced(tmp_path: Path, syncs: Syncs) -> None:
-    driver = start_fs(tmp_path / "fs", "none")
-    assert driver.store([1, 2]).success
-    end(driver)
-    assert syncs.names == []
-
-
-@pytest.mark.parametrize("durability", ["none", "fdatasync"])
-@pytest.mark.parametrize("direct_io", [False, "auto"])
-def test_the_slab_is_open_for_durable_writes(tmp_path: Path, durability: str, direct_io: object) -> None:
-    found: set[int] = set()
-
-    def write(fd: int, buffers: list[memoryview], offset: int) -> int:
-        text = Path(f"/proc/self/fdinfo/{fd}").read_text()
-        found.add(int(text.partition("flags:")[2].split()[0], 8) & os.O_DSYNC)
-        return os.pwritev(fd, buffers, offset)
-
-    rows = make_rows()
-    own = {
-        "path": tmp_path / "slab",
-        "capacity_bytes": "8MiB",
-        "durability": durability,
-        "direct_io": direct_io,
-    }
-    driver = TierDriver(SlabTier(make_config(), rows, calls=SlabCalls(pwritev=write), **own), rows)  # type: ignore[arg-type]  # settings
-    assert driver.store([1, 2]).success
-    assert found == {os.O_DSYNC if durability == "fdatasync" else 0}
-    assert driver.load_right([1, 2]) == {1, 2}
+def test_without_it_no_store_into_a_pack_syncs_anything(tmp_path: Path) -> None:
+    disk = Disk()
+    driver = start(tmp_path / "fs", "none", disk)
+    assert driver.store([1]).success
+    disk.steps.clear()
+    assert driver.store([2, 3]).success
+    assert disk.steps == [("write", ".pack"), ("write", ".index")]
     end(driver)
 
 
 def test_another_word_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="durability"):
-        start_fs(tmp_path, "always")
+        start(tmp_path, "always", Disk())

@@ -10,7 +10,6 @@ from kvtier.cpu.shared_offload_region import SharedOffloadRegion
 from kvtier.errors import TierError
 from kvtier.testing.tier_suite import NUM_ROWS, ROW_BYTES, TierDriver, key_of, make_config, make_rows
 from kvtier.tiering.fs import FSTier
-from kvtier.tiering.slab import SlabTier
 
 pytestmark = pytest.mark.slow
 
@@ -47,15 +46,11 @@ class Parent:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.root, self.path, self.shm = folder / "fs", folder / "slab", folder / "shm"
+        self.root, self.shm = folder / "fs", folder / "shm"
         self.shm.mkdir()
-        self.drivers: list[TierDriver] = []
         rows = make_rows()
-        fs = FSTier(make_config(), rows, root_dir=self.root, capacity_bytes="8MiB")
-        self.drivers.append(TierDriver(fs, rows))
-        rows = make_rows()
-        slab = SlabTier(make_config(), rows, path=self.path, capacity_bytes="8MiB")
-        self.drivers.append(TierDriver(slab, rows))
+        tier = FSTier(make_config(), rows, root_dir=self.root, capacity_bytes="8MiB")
+        self.drivers = [TierDriver(tier, rows)]
         size = NUM_ROWS * ROW_BYTES
         self.region = SharedOffloadRegion("id", size, NUM_ROWS, 0, 1, ROW_BYTES, directory=self.shm)
 
@@ -96,8 +91,10 @@ class Parent:
             driver.tier._pool._changed.release()  # type: ignore[attr-defined]
             assert driver.load_right([1, 2]) == {1, 2}
             assert driver.store([3]).success
-        with pytest.raises(TierError, match="belongs to an engine that is running"):
-            SlabTier(make_config(), make_rows(), path=self.path, capacity_bytes="8MiB")
+        neighbour = FSTier(make_config(), make_rows(), root_dir=self.root, capacity_bytes="8MiB")
+        assert neighbour.wait_indexed(HANG_GUARD_S)
+        assert neighbour.stats()["own_packs"] == 0, "the child has given the parent's locks away"
+        assert neighbour.shutdown(HANG_GUARD_S)
         second = SharedOffloadRegion(
             "id", NUM_ROWS * ROW_BYTES, NUM_ROWS, 0, 1, ROW_BYTES, directory=self.shm, join_timeout_s=1.0
         )
@@ -109,8 +106,8 @@ class Parent:
         assert list(self.shm.iterdir()) == []
 
     def contents(self) -> dict[str, bytes]:
-        """Return every file."""
-        paths = [self.path, *self.root.rglob("*"), *self.shm.iterdir()]
+        """Return every file but the parent's notes, which it writes each second."""
+        paths = [path for path in (*self.root.rglob("*"), *self.shm.iterdir()) if path.suffix != ".notes"]
         return {str(path): path.read_bytes() for path in paths if path.is_file()}
 
 
@@ -130,24 +127,31 @@ def test_a_forked_child_is_refused_and_leaves_everything_as_it_is(tmp_path: Path
 KILLED_PARENT = """
 import os, sys, warnings
 from pathlib import Path
-from kvtier.testing.tier_suite import make_config, make_rows
-from kvtier.tiering.slab import SlabTier
+from kvtier.testing.tier_suite import TierDriver, make_config, make_rows
+from kvtier.tiering.fs import FSTier
 warnings.simplefilter("ignore", DeprecationWarning)
-tier = SlabTier(make_config(), make_rows(), path=Path(sys.argv[1]), capacity_bytes="8MiB")
+rows = make_rows()
+driver = TierDriver(FSTier(make_config(), rows, root_dir=Path(sys.argv[1]), capacity_bytes="8MiB"), rows)
+assert driver.store([1, 2]).success
 if os.fork() == 0:
-    sys.stdin.read()  # until the test has seen that the file is free
+    sys.stdin.read()  # until the test has seen that the packs are free
     os._exit(0)
 os.kill(os.getpid(), 9)
 """
 
 
-def test_a_child_that_outlives_its_parent_keeps_no_file_locked(tmp_path: Path) -> None:
+def test_a_child_that_outlives_its_parent_keeps_no_pack_locked(tmp_path: Path) -> None:
+    root = tmp_path / "fs"
     process = subprocess.Popen(
-        [sys.executable, "-c", KILLED_PARENT, str(tmp_path / "slab")], stdin=subprocess.PIPE, cwd=PROJECT
+        [sys.executable, "-c", KILLED_PARENT, str(root)], stdin=subprocess.PIPE, cwd=PROJECT
     )
     try:
         assert process.wait(HANG_GUARD_S) == -9
-        tier = SlabTier(make_config(), make_rows(), path=tmp_path / "slab", capacity_bytes="8MiB")
+        rows = make_rows()
+        tier = FSTier(make_config(), rows, root_dir=root, capacity_bytes="8MiB")
+        assert tier.wait_indexed(HANG_GUARD_S)
+        assert tier.stats()["own_packs"] == 1
+        assert TierDriver(tier, rows).load_right([1, 2]) == {1, 2}
         assert tier.shutdown(HANG_GUARD_S)
     finally:
         assert process.stdin is not None

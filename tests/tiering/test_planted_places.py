@@ -26,7 +26,6 @@ MODEL = "planted"
 
 ENTRIES: dict[str, Callable[[Path], dict[str, object]]] = {
     "fs": lambda folder: {"type": "fs", "root_dir": str(folder / "place"), "capacity_bytes": "8MiB"},
-    "slab": lambda folder: {"type": "slab", "path": str(folder / "place"), "capacity_bytes": "8MiB"},
     "obj": lambda folder: {"type": "obj", "url": f"file://{folder / 'place'}", "num_threads": 1},
 }
 """The settings of a tier in a folder."""
@@ -35,17 +34,19 @@ NAMES: dict[str, tuple[str, ...]] = {
     "fs": (
         "place",
         "place/.lock",
-        "place/.usage",
-        "place/.tenants",
-        "place/tmp",
-        "place/tmp/{pid}-1-x",
+        "place/.purge",
+        "place/.purge.tmp",
+        "place/0123456789abcdef.notes",
+        "place/0123456789abcdef.notes.new",
         "place/{namespace}",
+        "place/{namespace}/.released",
         "place/{namespace}/namespace.json",
-        "place/{namespace}/0",
-        "place/{namespace}/0/0",
-        "place/{namespace}/0/0/{block}.kv",
+        "place/{namespace}/probe.page",
+        "place/{namespace}/0123456789abcdef.pack",
+        "place/{namespace}/0123456789abcdef.new",
+        "place/{namespace}/0123456789abcdef.index",
+        "place/{namespace}/0123456789abcdef.index.tmp",
     ),
-    "slab": ("place", "place.namespace.json", ".place.namespace.json.{pid}"),
     "obj": (
         "place",
         "place/kvtier",

@@ -18,11 +18,10 @@ from kvtier.testing.tiering_driver import ROW_BYTES, TieringDriver
 from kvtier.tiering.base import PurgeOutcome, SecondaryTierManager, TierSettings
 from kvtier.tiering.example import ExampleSecondaryTier
 from kvtier.tiering.fs import FSTier
+from kvtier.tiering.fs.system_calls import REAL_CALLS, SystemCalls
 from kvtier.tiering.kit.key_ring import add_entry, make_ring, write_ring
 from kvtier.tiering.kit.purging import BackgroundPurge, Batches, Removed
 from kvtier.tiering.obj import ObjTier
-from kvtier.tiering.slab import SlabTier
-from kvtier.tiering.slab.slab_file import REAL_CALLS, Buffers, SystemCalls
 
 CAPACITY = "1MiB"
 
@@ -31,21 +30,18 @@ EVENTS = TierSettings(emit_events=True)
 Make = Callable[[Path, memoryview], SecondaryTierManager]
 
 
-def make_fs(folder: Path, view: memoryview, model: str = "model-a") -> SecondaryTierManager:
-    root = str(folder / "fs")
-    return FSTier(make_config(model, ROW_BYTES), view, EVENTS, root_dir=root, capacity_bytes=CAPACITY)
-
-
-def make_slab(folder: Path, view: memoryview, calls: SystemCalls = REAL_CALLS) -> SlabTier:
-    path, config = str(folder / "slab"), make_config("model-a", ROW_BYTES)
-    return SlabTier(config, view, EVENTS, calls=calls, path=path, capacity_bytes=CAPACITY)
+def make_fs(
+    folder: Path, view: memoryview, model: str = "model-a", calls: SystemCalls = REAL_CALLS
+) -> SecondaryTierManager:
+    config, root = make_config(model, ROW_BYTES), str(folder / "fs")
+    return FSTier(config, view, EVENTS, calls=calls, root_dir=root, capacity_bytes=CAPACITY)
 
 
 def make_obj(folder: Path, view: memoryview) -> SecondaryTierManager:
     return ObjTier(make_config("model-a", ROW_BYTES), view, url=f"file://{folder / 'obj'}")
 
 
-@pytest.mark.parametrize("make", [make_fs, make_slab, make_obj])
+@pytest.mark.parametrize("make", [make_fs, make_obj])
 def test_a_purge_leaves_nothing_to_find(make: Make, tmp_path: Path) -> None:
     check_purge(lambda view: make(tmp_path, view))
 
@@ -103,17 +99,17 @@ def keys_of_events(driver: TieringDriver, *, removed: bool, medium: str = "fs") 
 
 
 def test_a_slot_that_cannot_be_emptied_is_named_and_not_found(tmp_path: Path) -> None:
-    def refuse(fd: int, buffers: Buffers, offset: int) -> int:
+    def refuse(fd: int, data: bytes) -> int:
         if is_broken.is_set():
             raise OSError(errno.EIO, "no")
-        return REAL_CALLS.pwritev(fd, buffers, offset)
+        return REAL_CALLS.write(fd, data)
 
     is_broken = Event()
-    calls = replace(REAL_CALLS, pwritev=refuse)
-    driver = make_driver(lambda view: make_slab(tmp_path, view, calls))
+    calls = replace(REAL_CALLS, write=refuse)
+    driver = make_driver(lambda view: make_fs(tmp_path, view, calls=calls))
     is_broken.set()
-    purged = end(driver, driver.manager.purge(["slab"]))
-    assert "12 slots of" in purged.unable["slab"]
+    purged = end(driver, driver.manager.purge(["fs"]))
+    assert "12 slots below" in purged.unable["fs"]
     driver.evict_everything()
     assert driver.search_until_known(list(BLOCKS), ReqContext("asked")) == 0
     is_broken.clear()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.tiering.slab.conftest import capacity_of
+from tests.tiering.fs.engine import bytes_of_packs
 from tests.tiering.tenant_driver import COLLIDING_NAME, TenantDriver, config_of_tenants, key_of_tenant
 
 from kvtier.base import (
@@ -20,19 +20,17 @@ from kvtier.cli.main import main
 from kvtier.tenants import tenant_number
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_suite import ROW_BYTES, make_rows
-from kvtier.tiering.base import parse_tier_settings
-from kvtier.tiering.fs import FSTier, folders
+from kvtier.tiering.fs import FSTier
 from kvtier.tiering.kit.blobs import FolderNames
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, HEADER_PAGE_BYTES
 from kvtier.tiering.obj import ObjTier
 from kvtier.tiering.places import open_place
-from kvtier.tiering.slab import SlabTier
 from kvtier.tiering.valkey.blobs import ValkeyNames
 
 HANG_GUARD_S = 60.0
-KINDS = ("fs", "slab", "obj")
+KINDS = ("fs", "obj")
 NUM_BLOCKS = 12
-"""What an fs tier or a slab here has room for."""
+"""What an fs tier here has room for."""
 
 NAMESPACE = "0" * 32
 
@@ -52,18 +50,16 @@ def test_no_two_blocks_of_whatever_hash_group_and_tenant_have_one_name_in_any_pl
     parts: list[tuple[bytes, int, int]],
 ) -> None:
     keys = [make_offload_key(*one) for one in parts]
-    files = [folders.block_path("/x", key) for key in keys]
     values = [ValkeyNames().block(NAMESPACE, key) for key in keys]
     objects = [FolderNames().block(NAMESPACE, key) for key in keys]
-    for names in (files, values, objects):
+    for names in (values, objects):
         assert len(set(names)) == len(parts)
-    for one, file, value, path in zip(parts, files, values, objects, strict=True):
-        of_file, of_value = folders.parse_block_name(Path(file).name), ValkeyNames().parse(value)
-        assert of_file is not None
+    for one, value, path in zip(parts, values, objects, strict=True):
+        of_value = ValkeyNames().parse(value)
         assert of_value is not None
         of_object = FolderNames().parse(path)
         assert of_object is not None
-        for found in (of_file, of_value.block, of_object.block):
+        for found in (of_value.block, of_object.block):
             key = OffloadKey(found)
             assert (get_offload_block_hash(key), get_offload_group_idx(key), get_offload_tenant(key)) == one
 
@@ -81,7 +77,7 @@ def test_keyed_names_are_as_different_and_give_the_keys_back(parts: list[tuple[b
 
 
 def place_of(kind: str, folder: Path) -> str:
-    return {"fs": str(folder / "fs"), "slab": str(folder / "slab"), "obj": f"file://{folder / 'obj'}"}[kind]
+    return {"fs": str(folder / "fs"), "obj": f"file://{folder / 'obj'}"}[kind]
 
 
 def open_tier(kind: str, folder: Path, quota_blocks: int | None) -> TenantDriver:
@@ -89,28 +85,17 @@ def open_tier(kind: str, folder: Path, quota_blocks: int | None) -> TenantDriver
     block_bytes = ROW_BYTES + (ENVELOPE_BYTES if kind == "obj" else HEADER_PAGE_BYTES)
     quota_bytes = None if quota_blocks is None else quota_blocks * block_bytes
     config, rows = config_of_tenants(kind, {"alice": quota_bytes, "*": quota_bytes}), make_rows()
-    tier: FSTier | SlabTier | ObjTier
     if kind == "obj":
         return TenantDriver(ObjTier(config, rows, url=place_of(kind, folder)), rows)
-    if kind == "fs":
-        tier = FSTier(
-            config,
-            rows,
-            clock=ManualClock(0.0),
-            root_dir=folder / "fs",
-            capacity_bytes=NUM_BLOCKS * block_bytes,
-            num_threads=1,
-        )
-    else:
-        settings = parse_tier_settings({})
-        tier = SlabTier(
-            config,
-            rows,
-            settings,
-            path=folder / "slab",
-            capacity_bytes=capacity_of(NUM_BLOCKS),
-            num_threads=1,
-        )
+    tier = FSTier(
+        config,
+        rows,
+        clock=ManualClock(0.0),
+        root_dir=folder / "fs",
+        capacity_bytes=bytes_of_packs(1, NUM_BLOCKS),
+        pack_bytes=bytes_of_packs(1, NUM_BLOCKS),
+        num_threads=1,
+    )
     assert tier.wait_indexed(HANG_GUARD_S)
     return TenantDriver(tier, rows)
 

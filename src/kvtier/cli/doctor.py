@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier.cli.output import Check, CheckResult
-from kvtier.compiled import REMEDY
+from kvtier.cpu.row_copy import REMEDY
 from kvtier.errors import ConfigError, MissingExtraError, install_command
 from kvtier.input_files import is_dir
 from kvtier.limits import AFFINITY, UsableCores, find_usable_cores
@@ -65,10 +65,6 @@ EXTRAS = {
 
 COMPILED_MODULES = {
     "compiled copies": ("cpu/_page_copy", "copies between device tensors and host memory bypass the cache"),
-    "compiled file calls": (
-        "tiering/fs/_whole_files",
-        "the fs tier reads and writes some block files with one call",
-    ),
 }
 """Optional compiled modules: subject -> path in the package without the suffix, and what it improves."""
 
@@ -156,7 +152,7 @@ def run_checks(directory: Path | None) -> Iterator[Check]:
         yield check_compiled(subject, Path(__file__).parents[1] / module, gain)
     if directory is not None:
         yield check_space(directory)
-        yield check_unnamed_files(directory)
+        yield check_packs(directory)
         yield check_direct_io(directory)
 
 
@@ -195,10 +191,10 @@ def check_formats() -> Check:
 
     numbers = {"namespace": LAYOUT_VERSION, "trace": trace_line.VERSION}
     with contextlib.suppress(ImportError, MissingExtraError):  # without xxhash no block is read or written
+        from kvtier.tiering.fs import pack_header
         from kvtier.tiering.kit import envelope
-        from kvtier.tiering.slab import superblock
 
-        numbers = {"block header": envelope.VERSION, "slab": superblock.VERSION, **numbers}
+        numbers = {"block header": envelope.VERSION, "pack": pack_header.VERSION, **numbers}
     named = ", ".join(f"{name} {number}" for name, number in numbers.items())
     return Check(
         "formats", CheckResult.GOOD, f"{named}: versions with equal numbers read each other's blocks"
@@ -352,14 +348,22 @@ def check_space(directory: Path) -> Check:
     )
 
 
-def check_unnamed_files(directory: Path) -> Check:
-    """Try to create a file without a name: with such files a crash during a write leaves nothing behind."""
+def check_packs(directory: Path) -> Check:
+    """Find out whether the fs tier can keep packs here: locks must exclude, and room can be reserved."""
+    subject = f"packs in {directory}"
     try:
-        os.close(os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o600))
+        from kvtier.tiering.fs.file_systems import require_unshared, try_file_system
+        from kvtier.tiering.fs.system_calls import PRIVATE_MODE, REAL_CALLS
+    except (ImportError, MissingExtraError) as error:
+        return Check(subject, CheckResult.NOTE, f"not tried: {error}")
+    try:
+        require_unshared(directory, REAL_CALLS)
+        try_file_system(directory / f".kvtier-doctor-{os.getpid()}", PRIVATE_MODE, REAL_CALLS)
+    except ConfigError as error:
+        return Check(subject, CheckResult.BROKEN, error.remedy)
     except OSError as error:
-        why = f"refused ({error.strerror}): temporary names are used and removed at the next start"
-        return Check("O_TMPFILE", CheckResult.NOTE, why)
-    return Check("O_TMPFILE", CheckResult.GOOD, "a crash leaves no partial file")
+        return Check(subject, CheckResult.BROKEN, f"no file can be made: {error.strerror}")
+    return Check(subject, CheckResult.GOOD, "locks exclude, and room can be reserved")
 
 
 def check_direct_io(directory: Path) -> Check:

@@ -11,6 +11,7 @@ change of their control group.
 """
 
 import ctypes
+import importlib.util
 import logging
 import os
 import threading
@@ -28,17 +29,41 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.base import BlockIds
-from kvtier.compiled import report_import_error
 from kvtier.cpu.row_layout import GroupMoves, GroupRows, PagePlace, RowLayout, Run, locate, plan_runs
 from kvtier.limits import count_usable_cores
+
+logger = logging.getLogger(__name__)
+
+REMEDY = (
+    "where there are a C compiler and Python's headers, pip install --force-reinstall --no-cache-dir . in kvtier's "
+    "checkout"
+)
+"""How to compile the module again."""
+
+
+def report_import_error(module: str, error: ImportError) -> None:
+    """Log why a compiled module cannot be loaded, if it exists: it costs processor time at every block, unnoticed.
+
+    Args:
+        module: its dotted name.
+        error: the error of its import.
+    """
+    found = importlib.util.find_spec(module)
+    if found is not None:
+        logger.warning(
+            "%s cannot be loaded (%s): it is damaged or was made for another machine. Python does the same with more "
+            "processor time; %s",
+            found.origin,
+            error,
+            REMEDY,
+        )
+
 
 try:
     from kvtier.cpu import _page_copy
 except ImportError as error:  # usually installed without a compiler
     _page_copy = None  # type: ignore[assignment]  # mypy knows modules, not their absence
     report_import_error("kvtier.cpu._page_copy", error)
-
-logger = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.int8]
 Piece = Callable[[], None]

@@ -158,14 +158,11 @@ TIER_CONTENT = (
     ),
     gauge("kvtier_tier_blocks", TIER + "blocks", "Blocks that the `example` tier holds.", "blocks"),
     gauge("kvtier_tier_max_blocks", TIER + "max_blocks", "Its `max_blocks`.", "blocks"),
-    gauge("kvtier_tier_free_slots", TIER + "free_slots", "Slots of a slab without a block.", "slots"),
+    gauge("kvtier_tier_own_packs", TIER + "own_packs", "Packs that this engine writes.", "packs"),
+    gauge("kvtier_tier_neighbour_packs", TIER + "neighbour_packs", "Other packs that it reads.", "packs"),
+    gauge("kvtier_tier_own_blocks", TIER + "own_blocks", "Blocks in its own packs.", "blocks"),
+    gauge("kvtier_tier_free_slots", TIER + "free_slots", "Slots of its own packs without a block.", "slots"),
     gauge("kvtier_tier_failed_slots", TIER + "failed_slots", "Slots that could not be written.", "slots"),
-    gauge(
-        "kvtier_tier_foreign_slots",
-        TIER + "foreign_slots",
-        "Slots with blocks of other models or from before a reset; they are written over.",
-        "slots",
-    ),
     counter(
         "kvtier_tier_evicted_blocks", TIER + "evicted_blocks", "Blocks that the tier has evicted.", "blocks"
     ),
@@ -177,12 +174,6 @@ TIER_CONTENT = (
     ),
     counter("kvtier_tier_evicted_bytes", TIER + "evicted_bytes", "Bytes that the tier has evicted.", "bytes"),
     counter("kvtier_tier_evicted_objects", TIER + "evicted", "Objects that the tier has removed.", "objects"),
-    counter(
-        "kvtier_tier_evicted_foreign_blocks",
-        TIER + "evicted_foreign_blocks",
-        "Blocks of others that were written over.",
-        "blocks",
-    ),
     counter(
         "kvtier_tier_failed_passes",
         TIER + "failed_passes",

@@ -5,6 +5,7 @@ compares them where a device load would. Every call is followed by the manager's
 """
 
 from collections.abc import Callable, Sequence
+from itertools import count
 
 import numpy as np
 import numpy.typing as npt
@@ -108,6 +109,7 @@ class TieringDriver:
             tenants=tenants,
         )
         self.tiers = make_tiers(self.primary.get_kv_memoryview())
+        epochs = count()
         self.manager = TieringOffloadingManager(
             self.primary,
             self.tiers,
@@ -116,7 +118,7 @@ class TieringDriver:
             shutdown_timeout_s=shutdown_timeout_s,
             measures_loads=True,
             clock=self.clock,
-            make_epoch=lambda: bytes(16),
+            make_epoch=lambda: next(epochs).to_bytes(16, "big"),  # none comes twice
         )
         self.rows: npt.NDArray[np.int8] = np.asarray(self.region.rows)
         self.generation = 0

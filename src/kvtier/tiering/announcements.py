@@ -39,6 +39,7 @@ class Announcements:
         self._held: OrderedDict[OffloadKey, None] = OrderedDict()
         self._open: Counter[OffloadKey] = Counter()
         self._spoiled: set[OffloadKey] = set()
+        self._missed: set[OffloadKey] = set()
         self._num_unknown = 0
         self._is_hidden = False
 
@@ -67,12 +68,13 @@ class Announcements:
             self._withdraw(list(self._held))
             return
         self._spoiled.update(key for key in keys if key in self._open)
-        self._withdraw(keys)
+        self._withdraw([key for key in keys if key not in self._missed])
 
     def on_missed(self, key: OffloadKey) -> None:
         """Record that a lookup has not found a block."""
         if key in self._held:
             self._withdraw((key,))
+            self._missed.add(key)  # the tier may name it, too, when it is next asked what it has evicted
 
     def hide(self, *, forgets: bool) -> None:
         """Withdraw everything while the tier cannot be used.
@@ -101,6 +103,7 @@ class Announcements:
     def take_events(self) -> list[OffloadingEvent]:
         """Return the events since the last call, oldest first, and drop them."""
         self._num_unknown = 0
+        self._missed.clear()
         return self._log.take()
 
     def __contains__(self, key: object) -> bool:

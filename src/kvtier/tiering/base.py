@@ -139,7 +139,7 @@ class TierSettings:
         default=None,
         metadata=setting(
             _parse_policy,
-            "eviction order of `slab` and `example`: any of the [policies](../concepts/policies.md), or "
+            "eviction order of `fs` and `example`: any of the [policies](../concepts/policies.md), or "
             '`"package.module:Class"`; the other tiers have an order of their own and refuse it',
             default_text="the tier's own",
         ),
@@ -157,7 +157,7 @@ class TierSettings:
         default=False,
         metadata=setting(
             flag,
-            "`true` adds what the engine can load from the tier to its [events](events.md); `slab`, `fs` and `example` "
+            "`true` adds what the engine can load from the tier to its [events](events.md); `fs` and `example` "
             "report what they evict themselves, the others what a lookup or a load turned out to miss",
         ),
     )

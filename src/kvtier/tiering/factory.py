@@ -8,19 +8,23 @@ from typing import Any, NamedTuple
 from kvtier.config import OffloadingConfig, Settings
 from kvtier.errors import ConfigError, KVTierError, TierError, UnknownNameError, describe_foreign
 from kvtier.registry import CLASS_FORM, Registry
-from kvtier.settings import settings_of
+from kvtier.settings import REMOVED_SETTINGS, settings_of
 from kvtier.tenants import make_tenants
 from kvtier.tiering.base import COMMON_SETTINGS, SecondaryTierManager, TierSettings, parse_tier_settings
 
 TIER = "secondary tier"
 """The kind of its errors."""
 
+SLAB_REMEDY = (
+    'no longer comes with kvtier: write {"type": "fs", "root_dir": "/a/directory", "capacity_bytes": ...}, which '
+    "engines may share; what the file of the slab holds is not read"
+)
+
 TIERS: Registry[type[SecondaryTierManager]] = Registry(
     TIER,
     {
         "example": "kvtier.tiering.example:ExampleSecondaryTier",
         "fs": "kvtier.tiering.fs:FSTier",
-        "slab": "kvtier.tiering.slab:SlabTier",
         "obj": "kvtier.tiering.obj:ObjTier",
         "valkey": "kvtier.tiering.valkey:ValkeyTier",
         "mooncake": "kvtier.tiering.mooncake:MooncakeTier",
@@ -30,9 +34,10 @@ TIERS: Registry[type[SecondaryTierManager]] = Registry(
     meant={
         **dict.fromkeys(("redis", "keydb", "dragonfly"), ("valkey",)),
         **dict.fromkeys(("s3", "minio", "gcs", "gs", "azure", "az", "object", "bucket"), ("obj",)),
-        **dict.fromkeys(("disk", "file", "files", "filesystem", "nfs"), ("fs",)),
-        **dict.fromkeys(("ssd", "nvme"), ("slab", "fs")),
+        **dict.fromkeys(("nfs", "smb", "cifs", "lustre"), ("obj",)),
+        **dict.fromkeys(("disk", "file", "files", "filesystem", "ssd", "nvme", "packs"), ("fs",)),
     },
+    removed={"slab": SLAB_REMEDY},
 )
 """A tier of your own is named ``"package.module:MyTier"``, or by a package's entry point in ``kvtier.tiers``."""
 
@@ -138,6 +143,8 @@ def check_tier_config(tier_config: Mapping[str, Any]) -> CheckedTier:  # Any: as
     own = {key: value for key, value in tier_config.items() if key != "type" and key not in COMMON_SETTINGS}
     known_settings = own_setting_names(tier_class)
     unknown = sorted(set(own) - known_settings)
+    if unknown and unknown[0] in REMOVED_SETTINGS:
+        raise ConfigError(unknown[0], own[unknown[0]], REMOVED_SETTINGS[unknown[0]])
     if unknown:
         raise UnknownNameError(f"setting of tier {name!r}", unknown[0], known_settings | COMMON_SETTINGS)
     try:

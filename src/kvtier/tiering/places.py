@@ -1,7 +1,7 @@
-"""From what a user writes for a place to the place: a directory, a file, a URL, or a tier's entry in JSON.
+"""From what a user writes for a place to the place: a directory, a URL, or a tier's entry in JSON.
 
-A directory is one of the fs tier, a file one of the slab tier, and of a URL the scheme says which tier. An entry as in
-``secondary_tiers`` says everything, also of a tier of your own: ``{"type": "package.module:MyTier", ...}``.
+A directory is one of the fs tier, and of a URL the scheme says which tier. An entry as in ``secondary_tiers`` says
+everything, also of a tier of your own: ``{"type": "package.module:MyTier", ...}``.
 """
 
 import re
@@ -29,10 +29,9 @@ MAX_SHOWN_CHARS = 100
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]{0,11}", re.IGNORECASE)
 
 DIRECTORY_TIER = "fs"
-FILE_TIER = "slab"
 
 FORMS = (
-    "must be a directory (fs), a file (slab), a URL such as s3://bucket, file:///folder (obj), redis://host "
+    "must be a directory (fs), a URL such as s3://bucket, file:///folder (obj), redis://host "
     '(valkey), or a tier as in secondary_tiers: {"type": "mooncake", "master": ..., "allow_any_interface": true}'
 )
 
@@ -94,13 +93,16 @@ def _find_tier(text: str) -> str:
         if path.is_dir():
             return DIRECTORY_TIER
         if path.is_file():
-            return FILE_TIER
+            remedy = (
+                "is a file; a slab of an older kvtier is read by no tier any more, and may be removed with rm"
+            )
+            raise _wrong_place(text, f"{remedy}. It {FORMS}")
         path.lstat()
     except FileNotFoundError:
         raise _wrong_place(text, f"does not exist: it {FORMS}") from None
     except OSError as error:
         raise _wrong_place(text, f"cannot be read: {error.strerror}") from None
-    raise _wrong_place(text, f"is neither a directory nor a file: it {FORMS}")
+    raise _wrong_place(text, f"is no directory: it {FORMS}")
 
 
 def _wrong_place(text: str, remedy: str) -> ConfigError:

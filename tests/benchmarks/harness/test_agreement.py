@@ -107,15 +107,15 @@ def test_few_rounds_and_a_wide_spread_are_seen() -> None:
 
 
 def test_ratios_are_paired_by_name_and_the_rest_is_told() -> None:
-    first = {named(): ratio(1.0), named("slab"): ratio(1.0), named(other="peer"): ratio(3.0)}
-    second = {named("slab"): ratio(2.0), named(): ratio(1.1), named(operation="get"): ratio(1.0)}
+    first = {named(): ratio(1.0), named("obj"): ratio(1.0), named(other="peer"): ratio(3.0)}
+    second = {named("obj"): ratio(2.0), named(): ratio(1.1), named(operation="get"): ratio(1.0)}
 
     comparison = compare_runs(first, second)
 
     assert comparison == Comparison(
         (
             Agreement(named(), ratio(1.0), ratio(1.1)),
-            Agreement(named("slab"), ratio(1.0), ratio(2.0)),
+            Agreement(named("obj"), ratio(1.0), ratio(2.0)),
         ),
         (named(other="peer"),),
         (named(operation="get"),),
@@ -197,7 +197,7 @@ def test_lines_say_how_far_apart_each_is_and_how_many_agree() -> None:
             Agreement(named("transfer", "get"), ratio(0.5), ratio(1.0)),
         ),
         (named(other="peer"),),
-        (named("slab"),),
+        (named("obj"),),
     )
 
     head, near, far, *missing, summary = lines_of(comparison)
@@ -208,7 +208,7 @@ def test_lines_say_how_far_apart_each_is_and_how_many_agree() -> None:
     assert len(head) == len(near)
     assert missing == [
         "only in the first run: fs: put 16,384, of peer",
-        "only in the second run: slab: put 16,384, of floor",
+        "only in the second run: obj: put 16,384, of floor",
     ]
     assert summary == "1 of 2 ratios are within 15% of each other"
 

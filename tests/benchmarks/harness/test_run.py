@@ -117,14 +117,14 @@ def test_a_picture_names_what_was_measured_though_nobody_was_compared(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib")
-    lines = [replace(ALONE, labels={"tier": tier, "measure": "p99"}) for tier in ("fs", "slab")]
+    lines = [replace(ALONE, labels={"tier": tier, "measure": "p99"}) for tier in ("fs", "obj")]
 
     run_suite(
         install_suite(monkeypatch, yielding(lines)), picture_path=tmp_path / "fake.svg", out=io.StringIO()
     )
 
     picture = (tmp_path / "fake.svg").read_text()
-    assert all(f">{name} p99</text>" in picture for name in ("fs", "slab"))
+    assert all(f">{name} p99</text>" in picture for name in ("fs", "obj"))
     assert ">ms, lower is better; red: the bar</text>" in picture
 
 

@@ -92,11 +92,6 @@ def test_the_users_directory_is_made_and_kept(tmp_path: Path) -> None:
     assert (tmp_path / "blocks").stat().st_mode & 0o777 == 0o700
 
 
-def test_a_tier_in_a_file_gets_its_path(tmp_path: Path) -> None:
-    with open_storage("slab", tmp_path) as settings:
-        assert settings == {"path": str(tmp_path / "blocks"), "capacity_bytes": "1GiB"}
-
-
 @pytest.mark.parametrize("name", ["file", "missing/blocks"])
 def test_a_directory_that_cannot_be_written_is_one_error(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from tests.cli.place.conftest import PLACE, Run
 from tests.servers import MOONCAKE_MISSING
+from tests.tiering.fs.slots import stored_blocks
 
 from kvtier.cli.place.options import duration_in_words, parse_duration
 from kvtier.testing.tier_driver import TierDriver, make_config, make_rows
 from kvtier.tiering.fs import FSTier
 from kvtier.tiering.places import names_of_place_tiers, open_place
-from kvtier.tiering.slab import SlabTier
 
 
 def fill_fs(root: Path) -> None:
@@ -22,17 +22,13 @@ def fill_fs(root: Path) -> None:
     driver.tier.shutdown(60.0)
 
 
-def test_a_directory_is_one_of_fs_and_a_file_one_of_slab(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_is_one_of_fs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill_fs(tmp_path / "kv")
-    slab = SlabTier(make_config(), make_rows(), path=tmp_path / "kv.slab", capacity_bytes="1MiB")
-    slab.shutdown(60.0)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    for text, tier in ((str(tmp_path / "kv"), "fs"), ("kv", "fs"), ("~/kv", "fs"), ("kv.slab", "slab")):
+    for text in (str(tmp_path / "kv"), "kv", "~/kv"):
         place = open_place(text)
-        assert place.tier == tier
+        assert place.tier == "fs"
         place.close()
 
 
@@ -53,7 +49,7 @@ def test_all_tiers_with_lasting_blocks_can_be_seen() -> None:
     pytest.importorskip("obstore", reason="the obj tier needs its client: pip install 'kvtier[obj]'")
     pytest.importorskip("redis", reason="the valkey tier needs redis-py: pip install 'kvtier[valkey]'")
     pytest.importorskip("mooncake.store", reason=MOONCAKE_MISSING, exc_type=ImportError)
-    assert names_of_place_tiers() == ["fs", "mooncake", "obj", "slab", "valkey"]
+    assert names_of_place_tiers() == ["fs", "mooncake", "obj", "valkey"]
 
 
 @pytest.mark.parametrize("command", [["inspect"], ["verify"], ["purge", "--all"]], ids=" ".join)
@@ -75,7 +71,7 @@ def test_what_is_no_place_is_one_line(run: Run, command: list[str], place: str) 
 def test_a_tier_that_cannot_be_seen_says_which_can(run: Run) -> None:
     _, _, said = run("inspect", '{"type": "example"}')
     assert "fs" in said
-    assert "slab" in said
+    assert "obj" in said
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="the superuser may read everything: run as another user")
@@ -91,13 +87,11 @@ def test_a_real_directory_is_inspected_verified_and_purged(run: Run, tmp_path: P
     fill_fs(root)
     assert "2 blocks" in run("inspect", str(root))[1]
     assert "2 whole" in run("verify", str(root))[1]
-    block = next(root.rglob("*.kv"))
-    body = bytearray(block.read_bytes())
-    body[-1] ^= 1
-    block.write_bytes(body)
+    block = stored_blocks(root)[0]
+    block.flip()
     status, shown, _ = run("verify", str(root), "--delete")
     assert status == 1
-    assert str(block) in shown
+    assert str(block.pack) in shown
     assert run("verify", str(root))[0] == 0
     assert "removed 1 block," in run("purge", str(root), "--all")[1]
     assert "0 blocks" in run("inspect", str(root))[1]

@@ -14,7 +14,7 @@ from kvtier.config import OffloadingConfig
 from kvtier.tiering.base import NO_SETTINGS, TierSettings
 from kvtier.tiering.factory import TIERS
 from kvtier.tiering.fs import FSTier
-from kvtier.tiering.fs.system import Buffers, SystemCalls
+from kvtier.tiering.fs.system_calls import Buffers, SystemCalls
 
 TIER_NAME = "throttled-fs"
 

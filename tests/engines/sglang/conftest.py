@@ -45,7 +45,7 @@ def make_config(model: Path, tmp_path: Path) -> MakeConfig:
     def make(tier: dict[str, Any] | None = None, **changes: Any) -> "HiCacheStorageConfig":
         from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
-        fs = {"type": "fs", "root_dir": str(tmp_path / "kv"), "capacity_bytes": "8GiB"}
+        fs = {"type": "fs", "root_dir": str(tmp_path / "kv"), "capacity_bytes": "256MiB"}
         extra_config = {
             "backend_name": "kvtier", "module_path": "kvtier.engines.sglang", "class_name": "KVTierStorage",
             "interface_v1": 1, "tier": tier or fs,

@@ -18,7 +18,7 @@ QUICK_PAGES = 3000
 def test_a_random_walk_gets_the_answers_of_sglangs_own_backend(
     layout: str, has_slots: bool, tmp_path: Path
 ) -> None:
-    tier = {"type": "fs", "root_dir": str(tmp_path / "kv"), "capacity_bytes": "8GiB"}
+    tier = {"type": "fs", "root_dir": str(tmp_path / "kv"), "capacity_bytes": "256MiB"}
     backend, oracle, pools = open_pair(tmp_path, tier, layout=layout, has_slots=has_slots)
     counts = Walk(backend, oracle, pools, 1, has_slots=has_slots).run(QUICK_PAGES)
     backend.close()

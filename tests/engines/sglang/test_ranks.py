@@ -13,6 +13,7 @@ pytest.importorskip("sglang.srt.mem_cache.hicache_storage", reason="needs SGLang
 
 from tests.engines.sglang import rank_process
 from tests.engines.sglang.conftest import MakeConfig, key_of
+from tests.tiering.fs.slots import stored_blocks
 
 pytestmark = pytest.mark.slow
 
@@ -78,8 +79,8 @@ def test_ranks_with_latents_share_the_writers_copy(
     (answers, digests), (others, _) = ranks.call(rank_process.store, KEYS[:8], (1, 2))
     assert answers == others == [True] * 8
     assert ranks.call(rank_process.load, KEYS[:8]) == [(8, digests)] * NUM_RANKS
-    files = [path for path in (tmp_path / "kv").rglob("*") if any(key[:20] in path.name for key in KEYS)]
-    assert len(files) == 8
+    names = [block.name.hex() for block in stored_blocks(tmp_path / "kv")]
+    assert len([name for name in names if any(key[:20] in name for key in KEYS)]) == 8
 
 
 def test_a_rank_that_clears_leaves_the_others_part(ranks: Ranks, make_config: MakeConfig) -> None:

@@ -10,7 +10,7 @@ from tests.engines.sglang.conftest import MakeConfig, MakeStorage, key_of
 from tests.engines.sglang.pools import HeadsPool
 
 from kvtier.engines.sglang import KVTierStorage
-from kvtier.errors import ConfigError, KVTierError, UnknownNameError
+from kvtier.errors import ConfigError, KVTierError, NamedClassError, UnknownNameError
 
 FS = {"type": "fs", "root_dir": "/nowhere", "capacity_bytes": "1GiB"}
 KEYS = [key_of(number) for number in range(4)]
@@ -24,7 +24,7 @@ KEYS = [key_of(number) for number in range(4)]
         ({"tier": "fs"}, "must be a tier with its settings"),
         ({"tier": {"type": "fz"}}, "did you mean 'fs'"),
         ({"tier": {"type": "redis"}}, "valkey"),
-        ({"tier": {"type": "example"}}, "take fs, valkey, obj or slab"),
+        ({"tier": {"type": "example"}}, "take fs, valkey or obj"),
         ({"tier": FS | {"root_dri": "/x"}}, "did you mean 'root_dir'"),
         ({"tier": FS | {"cascade": "on_evict"}}, "leave it out"),
         ({"tier": FS | {"fill": True}}, "leave it out"),
@@ -67,8 +67,8 @@ def test_the_configuration_is_not_changed(make_config: MakeConfig) -> None:
     assert config.extra_config == before
 
 
-def test_a_slab_is_one_file_for_each_rank_and_pool(make_storage: MakeStorage, tmp_path: Any) -> None:
-    tier = {"type": "slab", "path": str(tmp_path / "kv-{rank}-{pool}"), "capacity_bytes": "4MiB"}
+def test_ranks_and_pools_share_one_directory(make_storage: MakeStorage, tmp_path: Any) -> None:
+    tier = {"type": "fs", "root_dir": str(tmp_path / "kv"), "capacity_bytes": "16MiB"}
     pools = [HeadsPool(), HeadsPool()]
     ranks = [make_storage(pools[rank], tier, tp_rank=rank, tp_size=2) for rank in (0, 1)]
     for rank, pool in zip(ranks, pools, strict=True):
@@ -76,12 +76,10 @@ def test_a_slab_is_one_file_for_each_rank_and_pool(make_storage: MakeStorage, tm
         assert rank.batch_set_v1(KEYS[:1], pool.slots(3)) == [True]
         assert rank.batch_get_v1(KEYS[:1], pool.slots(4)) == [True]
         assert pool.page(3) == pool.page(4)
-    assert {path.name for path in tmp_path.glob("kv-*-kv")} == {"kv-0-kv", "kv-1-kv"}
+    assert len({path.parent for path in tmp_path.rglob("*.pack")}) == 2
 
 
-def test_a_slab_is_refused_where_ranks_share_one_copy(make_storage: MakeStorage, tmp_path: Any) -> None:
-    from tests.engines.sglang.pools import LatentPool
-
+def test_a_slab_is_refused_with_what_to_write(make_storage: MakeStorage, tmp_path: Any) -> None:
     tier = {"type": "slab", "path": str(tmp_path / "kv"), "capacity_bytes": "4MiB"}
-    with pytest.raises(ConfigError, match="take fs, valkey or obj"):
-        make_storage(LatentPool(), tier, tp_size=2, is_mla_model=True)
+    with pytest.raises(NamedClassError, match='"type": "fs"'):
+        make_storage(HeadsPool(), tier)

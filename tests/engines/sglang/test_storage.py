@@ -11,7 +11,9 @@ pytest.importorskip("sglang.srt.mem_cache.hicache_storage", reason="needs SGLang
 
 from tests.engines.sglang.conftest import MakeStorage, flat_page, key_of
 from tests.engines.sglang.pools import AnchorPool, HeadsPool, LatentPool
+from tests.tiering.fs.slots import stored_blocks
 
+from kvtier.base import OffloadKey
 from kvtier.engines.sglang.pages import PagesInPlace, StagedPages, open_pages
 
 HEADS_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
@@ -220,8 +222,11 @@ def test_a_page_of_two_pieces_is_held_only_with_both(make_storage: MakeStorage, 
     pool = HeadsPool("page_first")
     storage = make_storage(pool)
     assert storage.batch_set_v1(KEYS[:1], pool.slots(0)) == [True]
-    first, *_ = sorted(path for path in (tmp_path / "kv").rglob("*") if KEYS[0][:20] in path.name)
-    first.unlink()
+    first, second = [block for block in stored_blocks(tmp_path / "kv") if KEYS[0][:20] in block.name.hex()]
+    assert first.name != second.name
+    tier = storage._stores["kv"]._tier
+    tier.drop([OffloadKey(first.name)])
+    tier.drain(60.0)
     assert storage.batch_exists(KEYS[:1]) == 0
     assert storage.batch_get_v1(KEYS[:1], pool.slots(1)) == [False]
 
@@ -231,10 +236,8 @@ def test_a_damaged_page_is_a_miss(make_storage: MakeStorage, tmp_path: Path) -> 
     pool.fill(3)
     storage = make_storage(pool)
     assert storage.batch_set_v1(KEYS[:1], pool.slots(0)) == [True]
-    first, *_ = sorted(path for path in (tmp_path / "kv").rglob("*") if KEYS[0][:20] in path.name)
-    data = bytearray(first.read_bytes())
-    data[-1] ^= 1
-    first.write_bytes(data)
+    first, *_ = [block for block in stored_blocks(tmp_path / "kv") if KEYS[0][:20] in block.name.hex()]
+    first.flip()
     assert storage.batch_get_v1(KEYS[:1], pool.slots(1)) == [False]
 
 

@@ -174,7 +174,7 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        tier = {"type": "fs", "root_dir": str(folder / "kv"), "capacity_bytes": "8GiB"}
+        tier = {"type": "fs", "root_dir": str(folder / "kv"), "capacity_bytes": "256MiB"}
         backend, oracle, pools = open_pair(folder, tier, layout=given.layout, has_slots=not given.values)
         counts = Walk(backend, oracle, pools, given.seed, has_slots=not given.values).run(given.pages)
         backend.close()

@@ -8,12 +8,13 @@ from statistics import fmean
 import pytest
 import torch
 from tests.engines.transformers.conftest import Tiny
+from tests.tiering.fs.slots import stored_blocks
 from transformers import LlamaForCausalLM
 
 from kvtier.engines.transformers import KVTierEngine
 from kvtier.observe.audit import read_saved
 from kvtier.testing.clock import ManualClock
-from kvtier.tiering.fs.folders import PAGE_NAME
+from kvtier.tiering.fs.documents import PAGE_NAME
 
 MakeEngine = Callable[..., KVTierEngine]
 PromptOf = Callable[[int, int], list[int]]
@@ -67,7 +68,7 @@ def test_blocks_of_other_weights_under_the_same_name_are_found_and_deleted(
     before.run(prompt, 2)
     assert before.drain(60.0)
     before.shutdown()
-    wrong = set(tmp_path.rglob("*.kv"))
+    wrong = {block.read() for block in stored_blocks(tmp_path)}
     assert len(wrong) == NUM_BLOCKS
     (page,) = tmp_path.rglob(PAGE_NAME)
     page.unlink()  # with it the second engine would not use the tier
@@ -83,7 +84,7 @@ def test_blocks_of_other_weights_under_the_same_name_are_found_and_deleted(
     assert after.stats()["audit.wrong_blocks"] == NUM_BLOCKS
     assert "is held with other bytes" in caplog.text
     assert after.drain(60.0)
-    assert wrong.isdisjoint(tmp_path.rglob("*.kv"))
+    assert wrong.isdisjoint(block.read() for block in stored_blocks(tmp_path))
 
 
 @pytest.mark.slow

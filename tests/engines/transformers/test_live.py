@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 from tests.observe.controlled import GUARD_S, Background
+from tests.tiering.fs.slots import stored_blocks
 from transformers import LlamaForCausalLM
 
 from kvtier.engines.transformers import KVTierEngine
@@ -127,7 +128,7 @@ def test_a_purge_of_everything_reaches_the_directory_and_says_so_in_the_causes(
     purged = carry_out(engine, runtime, "purge", all=True)
 
     assert (purged["num_purged"], purged["unable"]) == ({"host": NUM_BLOCKS, "fs": NUM_BLOCKS}, {})
-    assert not list((tmp_path / "blocks").rglob("*.kv"))
+    assert not stored_blocks(tmp_path / "blocks")
     engine.drop_device_cache()
     assert engine.run(prompt, 4).sources == {"computed": 75}
     assert engine.stats()["connector.missed_tokens.purged.fs"] > 0

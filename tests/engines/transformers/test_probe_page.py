@@ -80,9 +80,6 @@ class Site:
             own = {"url": self.place}
         elif tier == "fs":
             own, self.place = {"root_dir": str(self.folder), "capacity_bytes": "64MiB"}, str(self.folder)
-        elif tier == "slab":
-            self.place = str(self.folder / "slab")
-            own = {"path": self.place, "capacity_bytes": "1MiB"}
         else:
             self.place = self.folder.as_uri()
             own = {"url": self.place}
@@ -153,7 +150,7 @@ def site_of(
     return make
 
 
-@pytest.fixture(params=[*SHARED_TIERS, "slab"])
+@pytest.fixture(params=SHARED_TIERS)
 def site(request: pytest.FixtureRequest, site_of: Callable[[str], Site]) -> Site:
     return site_of(request.param)
 

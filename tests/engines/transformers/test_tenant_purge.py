@@ -18,7 +18,7 @@ NUM_BLOCKS = 9
 MakeEngine = Callable[..., KVTierEngine]
 
 
-@pytest.mark.parametrize("kind", ["fs", "slab", "obj", "example"])
+@pytest.mark.parametrize("kind", ["fs", "obj", "example"])
 def test_a_purged_tenant_computes_its_prompts_and_others_load_theirs(
     llama: LlamaForCausalLM,
     prompt: list[int],
@@ -50,33 +50,30 @@ def test_a_purged_tenant_computes_its_prompts_and_others_load_theirs(
     assert engine.run(prompt, 1, tenant="alice").sources == {"computed": 75}
 
 
-@pytest.mark.parametrize("kind", ["fs", "slab"])
 def test_no_later_engine_finds_what_was_purged(
     llama: LlamaForCausalLM,
     prompt: list[int],
     make_engine: MakeEngine,
     runtime: Path,
     tmp_path: Path,
-    kind: str,
 ) -> None:
-    first = make_engine(llama, extra_config=settings_of(tmp_path, kind))
+    first = make_engine(llama, extra_config=settings_of(tmp_path, "fs"))
     for name in ("alice", "bob"):
         first.run(prompt, 1, tenant=name)
     assert first.drain(WAIT_S)
     first.shutdown()
-    second = make_engine(llama, extra_config=settings_of(tmp_path, kind))
-    assert carry_out(second, runtime, "purge", all=True, tenant="alice")["num_purged"][kind] == NUM_BLOCKS
+    second = make_engine(llama, extra_config=settings_of(tmp_path, "fs"))
+    assert carry_out(second, runtime, "purge", all=True, tenant="alice")["num_purged"]["fs"] == NUM_BLOCKS
     second.shutdown()
 
-    third = make_engine(llama, extra_config=settings_of(tmp_path, kind))
+    third = make_engine(llama, extra_config=settings_of(tmp_path, "fs"))
     assert third.run(prompt, 1, tenant="alice").sources == {"computed": 75}
-    assert third.run(prompt, 1, tenant="bob").sources == {kind: 72, "computed": 3}
+    assert third.run(prompt, 1, tenant="bob").sources == {"fs": 72, "computed": 3}
 
 
 def settings_of(tmp_path: Path, kind: str) -> dict[str, object]:
     tiers: dict[str, dict[str, object]] = {
         "fs": {"root_dir": str(tmp_path / "fs"), "capacity_bytes": "64MiB"},
-        "slab": {"path": str(tmp_path / "slab"), "capacity_bytes": "4MiB"},
         "obj": {"url": f"file://{tmp_path / 'obj'}"},
         "example": {},
     }

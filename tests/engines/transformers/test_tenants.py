@@ -85,8 +85,8 @@ def test_a_cache_for_generate_is_of_its_tenant(
 def test_a_quota_in_a_tier_that_the_engine_lacks_is_refused_at_the_start(
     llama: LlamaForCausalLM, make_engine: MakeEngine
 ) -> None:
-    tenants = {"alice": {"quota_bytes": {"slab": "1MiB"}}}
-    with pytest.raises(ValueError, match="slab"):
+    tenants = {"alice": {"quota_bytes": {"fs": "1MiB"}}}
+    with pytest.raises(ValueError, match="fs"):
         make_engine(llama, extra_config={"cpu_bytes_to_use": "2MiB", "tenants": tenants})
     with pytest.raises(ConfigError, match="tenants"):
         make_engine(llama, extra_config={"cpu_bytes_to_use": "2MiB", "tenants": 5})

@@ -62,7 +62,7 @@ def test_a_hash_that_is_not_cryptographic_has_a_random_seed(
 def test_sources_of_hits_keep_their_sum_under_vllms_names() -> None:
     hit_source = pytest.importorskip("vllm.v1.metrics.cache_hit_source", reason="these names came with 0.32")
 
-    named = compat.name_hit_sources({"CPU": 32, "fs": 16, "slab": 8, "valkey": 4, "other": 2})
+    named = compat.name_hit_sources({"CPU": 32, "fs": 24, "valkey": 4, "other": 2})
 
     source = hit_source.CacheHitSource
     assert named == {source.HOST: 32, source.DISK: 24, source.EXTERNAL_UNSPECIFIED: 6}

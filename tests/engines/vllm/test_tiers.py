@@ -18,6 +18,7 @@ from tests.engines.vllm.stock_engine import (
     StockEngine,
     key_of,
 )
+from tests.tiering.fs.slots import stored_blocks
 from vllm.v1.kv_offload.base import Locality, LookupResult, ReqContext, TierFilter, TierMatcher
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
@@ -56,11 +57,7 @@ def own(name: str, **settings: object) -> dict[str, object]:
     return {"type": name, "module_path": HERE} | COMMON | settings
 
 
-def block_files(root: Path) -> list[Path]:
-    return sorted(root.rglob("*.kv"))
-
-
-def test_blocks_pushed_out_of_the_primary_come_back_from_files_with_their_bytes(tmp_path: Path) -> None:
+def test_blocks_pushed_out_of_the_primary_come_back_from_the_disk_with_their_bytes(tmp_path: Path) -> None:
     with StockEngine([fs(tmp_path)]) as engine:
         engine.store([1, 2, 3])
         engine.push_out()
@@ -83,28 +80,25 @@ def test_two_engines_share_a_directory_while_both_run(tmp_path: Path) -> None:
         assert not reader.adapter._guard.open_lookups, "answered questions are remembered for nobody"
 
 
-def test_a_damaged_file_is_a_miss_and_is_written_anew(tmp_path: Path) -> None:
+def test_a_damaged_block_is_a_miss_and_is_written_anew(tmp_path: Path) -> None:
     with StockEngine([fs(tmp_path)]) as engine:
         engine.store([1])
-    (path,) = block_files(tmp_path)
-    damaged = bytearray(path.read_bytes())
-    damaged[-1] ^= 1
-    path.write_bytes(damaged)
+    (block,) = stored_blocks(tmp_path)
+    block.flip()
     with StockEngine([fs(tmp_path)]) as engine:
         assert engine.load([1]) == 0
         assert engine.tier.stats()["damaged"] == 1
-        assert block_files(tmp_path) == []
         engine.store([1])
     with StockEngine([fs(tmp_path)]) as engine:
         assert engine.load([1]) == 1
 
 
-def test_one_missing_file_costs_that_block_and_those_behind_it(tmp_path: Path) -> None:
+def test_one_missing_block_costs_itself_and_those_behind_it(tmp_path: Path) -> None:
     with StockEngine([fs(tmp_path)]) as engine:
         engine.store([1, 2, 3])
         engine.push_out()
-        (path,) = (path for path in block_files(tmp_path) if key_of(2).hex() in path.name)
-        path.unlink()
+        (block,) = (block for block in stored_blocks(tmp_path) if block.name == key_of(2))
+        block.write(bytes(len(block.read())))
         assert engine.load([1, 2, 3]) == 1
         assert engine.tier.stats()["hits"] == 2, "what arrived beside the missing block is loaded once"
         assert not engine.pins()
@@ -145,7 +139,7 @@ def test_what_vllm_does_not_tell_is_told_apart_by_the_user(tmp_path: Path, setti
 def test_a_model_without_identity_is_refused_at_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model_identity=''.*name their revision"):
         StockEngine([fs(tmp_path, model_identity="")])
-    assert block_files(tmp_path) == []
+    assert stored_blocks(tmp_path) == []
 
 
 def test_unknown_arguments_are_ignored_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -373,7 +367,7 @@ def test_shutdown_finishes_stores_and_gives_the_memory_back(
     assert engine.region_path().exists()
     engine.end()
     engine.adapter.shutdown()
-    assert len(block_files(tmp_path)) == 8
+    assert len(stored_blocks(tmp_path)) == 8
     assert "Failed to close mmap_obj" not in caplog.text
     assert not engine.region_path().exists()
 
@@ -445,4 +439,4 @@ def test_vllms_own_backpressure_works_beside_the_guard(tmp_path: Path) -> None:
         for number in range(3):
             engine.store([number])
             engine.settle()
-        assert len(block_files(tmp_path)) == 2  # one to warm up, one that is too slow
+        assert len(stored_blocks(tmp_path)) == 2  # one to warm up, one that is too slow

@@ -1,14 +1,14 @@
-"""Tiers on a directory of the test, ended with it; a directory's contents in a word."""
+"""Tiers below a directory of the test, ended with it."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.tiering.fs.engine import HANG_GUARD_S, start_driver
+from tests.tiering.fs.placed import Living
 
-from kvtier.testing.tier_suite import TierDriver, make_config, make_rows
-from kvtier.tiering.fs import FSTier, evictor
-
-HANG_GUARD_S = 60.0
+from kvtier.testing.tier_driver import ROW_BYTES, TierDriver, make_config
+from kvtier.tiering.fs.place import PackPlace
 
 StartTier = Callable[..., TierDriver]
 
@@ -16,13 +16,7 @@ StartTier = Callable[..., TierDriver]
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """The directory of the tiers of a test; it does not exist yet."""
-    return tmp_path / "blocks"
-
-
-@pytest.fixture
-def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look at directories without the pauses of a second that spare a disk."""
-    monkeypatch.setattr(evictor, "CHECK_S", 0.01)
+    return tmp_path / "packs"
 
 
 @pytest.fixture
@@ -30,14 +24,25 @@ def start_tier(root: Path) -> Iterator[StartTier]:
     """Build tiers that know what is in the directory, with something that drives them."""
     drivers: list[TierDriver] = []
 
-    def start(model: str = "model-a", **options: object) -> TierDriver:
-        arguments = {"root_dir": root, "capacity_bytes": "4MiB"} | options
-        rows = make_rows()
-        tier = FSTier(make_config(model), rows, **arguments)  # type: ignore[arg-type]  # a test's own options
-        assert tier.wait_indexed(HANG_GUARD_S)
-        drivers.append(TierDriver(tier, rows))
+    def start(model: str = "model-a", *, row_bytes: int = ROW_BYTES, **options: object) -> TierDriver:
+        config = make_config(model, row_bytes)
+        drivers.append(start_driver(config, row_bytes, **({"root_dir": root} | options)))
         return drivers[-1]
 
     yield start
     for driver in drivers:
         assert driver.tier.shutdown(HANG_GUARD_S)
+
+
+@pytest.fixture
+def living() -> Living:
+    """The engines that answer while the place of the test waits; a test adds them."""
+    return Living()
+
+
+@pytest.fixture
+def place(root: Path, living: Living) -> Iterator[PackPlace]:
+    """The place of the test's tiers, which may be made before it is there."""
+    found = PackPlace(root, clock=living.clock, pause=living.pause)
+    yield found
+    found.close()

@@ -1,4 +1,4 @@
-"""The fs tier keeps the contract of a tier that encrypts, and its names are keyed."""
+"""The disk tier keeps the contract of a tier that encrypts, and its names are keyed."""
 
 import logging
 import subprocess
@@ -9,54 +9,63 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.tiering.encrypted_suite import EncryptedSuite, encrypted
+from tests.tiering.fs.engine import AwakeTier, bytes_of_packs
+from tests.tiering.fs.slots import StoredBlock, stored_blocks
 
 from kvtier.base import JobId, OffloadKey, make_offload_key
 from kvtier.config import OffloadingConfig
 from kvtier.errors import ConfigError
 from kvtier.tenants import tenant_number
 from kvtier.testing.clock import ManualClock
-from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, content_of, key_of, make_config, make_rows
+from kvtier.testing.tier_driver import TierDriver, content_of, key_of, make_config, make_rows
 from kvtier.tiering.base import JobMetadata, SecondaryTierManager, TierSettings
 from kvtier.tiering.factory import create_secondary_tier
-from kvtier.tiering.fs import FSTier
 from kvtier.tiering.kit.key_ring import add_entry, drop_tenant, make_ring, read_ring, write_ring
 from kvtier.tiering.kit.living_ring import CHECK_S
 
 
-class OnDisk(EncryptedSuite):
-    """Over files."""
+def block_of(tier: SecondaryTierManager, key: OffloadKey) -> StoredBlock:
+    """Return where a block of a tier lies."""
+    assert isinstance(tier, AwakeTier)
+    name = tier._namespace.format.name(key)
+    folder = tier._catalog.directory.folder_of(tier._namespace.name)
+    (found,) = [block for block in stored_blocks(folder) if block.name == name]
+    return found
+
+
+class InPacks(EncryptedSuite):
+    """Over slots of packs."""
 
     payload_offset = 4096
 
     def read_value(self, tier: SecondaryTierManager, key: OffloadKey) -> bytes:
-        return path_of(tier, key).read_bytes()
+        return block_of(tier, key).read()
 
     def write_value(self, tier: SecondaryTierManager, key: OffloadKey, value: bytes) -> None:
-        path_of(tier, key).write_bytes(value)
+        block_of(tier, key).write(value)
+
+    def cut(self, value: bytes) -> bytes:
+        return value[:-100] + bytes(100)
 
 
-def path_of(tier: SecondaryTierManager, key: OffloadKey) -> Path:
-    """Return the file of a block."""
-    assert isinstance(tier, FSTier)
-    return Path(tier._namespace.block_path(key))
-
-
-class TestDefaults(OnDisk):
+class TestDefaults(InPacks):
     """As configured by a user who names the directory only."""
 
     def make_encrypting(
         self, config: OffloadingConfig, rows: memoryview, directory: Path
     ) -> SecondaryTierManager:
-        return FSTier(config, rows, root_dir=directory, capacity_bytes="4MiB")
+        return AwakeTier(config, rows, root_dir=directory / "fs", capacity_bytes="4MiB")
 
 
-class TestBuffered(OnDisk):
-    """Through the page cache."""
+class TestBuffered(InPacks):
+    """Through the page cache, one thread."""
 
     def make_encrypting(
         self, config: OffloadingConfig, rows: memoryview, directory: Path
     ) -> SecondaryTierManager:
-        return FSTier(config, rows, root_dir=directory, capacity_bytes="4MiB", direct_io=False)
+        return AwakeTier(
+            config, rows, root_dir=directory / "fs", capacity_bytes="4MiB", direct_io=False, num_threads=1
+        )
 
 
 @pytest.fixture
@@ -69,30 +78,33 @@ def ring(tmp_path: Path) -> Path:
 
 def open_tier(
     ring: Path, directory: Path, clock: ManualClock | None = None, **own: object
-) -> tuple[FSTier, TierDriver]:
+) -> tuple[AwakeTier, TierDriver]:
     """Return a tier that encrypts, and what drives it."""
     rows = make_rows()
     options: dict[str, object] = {"root_dir": directory, "capacity_bytes": "4MiB", **own}
-    tier = FSTier(encrypted(make_config(), ring), rows, clock=clock or ManualClock(), **options)  # type: ignore[arg-type]  # a test's own
+    tier = AwakeTier(encrypted(make_config(), ring), rows, clock=clock or ManualClock(), **options)  # type: ignore[arg-type]  # a test's own
     return tier, TierDriver(tier, rows)
 
 
 def names_in(directory: Path) -> set[str]:
     """Return the names of blocks in a directory."""
-    return {path.stem for path in directory.rglob("*.kv")}
+    return {block.name.hex() for block in stored_blocks(directory)}
 
 
 def test_a_place_shows_no_key_no_guessable_namespace_and_no_tag_of_a_salt(ring: Path, tmp_path: Path) -> None:
     directory = tmp_path / "fs"
     rows = make_rows()
     config = replace(make_config(), extra_config={"tenant_salt": "a secret salt"})
-    plain = FSTier(config, rows, root_dir=tmp_path / "plain", capacity_bytes="4MiB")
-    tier = FSTier(encrypted(config, ring), rows, root_dir=directory, capacity_bytes="4MiB")
+    plain = AwakeTier(config, rows, root_dir=tmp_path / "plain", capacity_bytes="4MiB")
+    tier = AwakeTier(encrypted(config, ring), rows, root_dir=directory, capacity_bytes="4MiB")
     driver = TierDriver(tier, rows)
     assert driver.store([1, 2]).success
     assert not names_in(directory) & {key_of(1).hex(), key_of(2).hex()}
     assert len(names_in(directory)) == 2
     assert not (directory / plain._namespace.name).exists()
+    everything = b"".join(path.read_bytes() for path in directory.rglob("*") if path.is_file())
+    assert all(bytes(key_of(number)) not in everything for number in (1, 2))
+    assert all(bytes(content_of(number))[:64] not in everything for number in (1, 2))
     document = (directory / tier._namespace.name / "namespace.json").read_text()
     assert "tenant" not in document
     assert '"encryption": "AES-256-GCM"' in document
@@ -104,48 +116,38 @@ def test_an_index_that_was_read_from_the_disk_knows_keys(ring: Path, tmp_path: P
     tier, driver = open_tier(ring, tmp_path / "fs")
     driver.store([1, 2])
     assert tier.shutdown(10)
-    tier, driver = open_tier(ring, tmp_path / "fs", shared=False)
+    tier, driver = open_tier(ring, tmp_path / "fs")
     assert tier.wait_indexed(30)
     assert tier.lookup(key_of(1), driver.request) is True
     assert tier.lookup(key_of(3), driver.request) is False
     assert tier.shutdown(10)
 
 
-def test_a_folder_that_was_removed_takes_its_blocks_out_of_the_index(ring: Path, tmp_path: Path) -> None:
+def test_a_neighbour_with_the_ring_finds_and_opens_what_is_stored(ring: Path, tmp_path: Path) -> None:
     tier, driver = open_tier(ring, tmp_path / "fs")
-    numbers = list(range(12))
-    driver.store(numbers)
-    folder = path_of(tier, key_of(3)).parent
-    gone = {number for number in numbers if path_of(tier, key_of(number)).parent == folder}
-    for path in folder.iterdir():
-        path.unlink()
-    folder.rmdir()
-    assert driver.load_right([3]) == set()
-    assert {number for number in numbers if key_of(number) not in tier._namespace.index} == gone
+    other, reader = open_tier(ring, tmp_path / "fs")
+    assert driver.store([1, 2]).success
+    assert [reader.lookup(number) for number in (1, 2, 3)] == [True, True, False]
+    assert reader.load_right([1, 2]) == {1, 2}
     assert tier.shutdown(10)
+    assert other.shutdown(10)
 
 
 def test_what_is_evicted_is_reported_by_its_key(ring: Path, tmp_path: Path) -> None:
     rows = make_rows()
-    tier = FSTier(
+    one_pack = bytes_of_packs(1)
+    tier = AwakeTier(
         encrypted(make_config(), ring),
         rows,
         TierSettings(emit_events=True),
         root_dir=tmp_path / "fs",
-        capacity_bytes=8 * (4096 + ROW_BYTES),
+        capacity_bytes=one_pack,
+        pack_bytes=one_pack,
     )
     driver = TierDriver(tier, rows)
-    assert tier.wait_indexed(30)
-    evicted: set[OffloadKey] = set()
-
-    def store_more() -> bool:
-        number = driver._next_job_id
-        driver.store([number])
-        evicted.update(tier.drain_evicted() or ())
-        return len(evicted) >= 4
-
-    driver.poll_until(store_more)
-    assert evicted <= {key_of(number) for number in range(driver._next_job_id)}
+    for number in range(6):
+        assert driver.store([number]).success
+    assert set(tier.drain_evicted() or ()) == {key_of(0), key_of(1)}
     assert tier.shutdown(10)
 
 

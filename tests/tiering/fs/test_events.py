@@ -1,102 +1,149 @@
-"""What this process removes from the directory, of the blocks that it knows, it tells once."""
+"""Who keeps a list of a tier's blocks from its events has the right one."""
 
-import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from tests.tiering.fs.conftest import HANG_GUARD_S, StartTier
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.tiering.fs.conftest import StartTier
+from tests.tiering.fs.engine import HANG_GUARD_S, AwakeTier, bytes_of_packs
+from tests.tiering.fs.slots import stored_blocks
 
-from kvtier.base import OffloadKey
-from kvtier.testing.tier_suite import ROW_BYTES, TierDriver, key_of, make_config
-from kvtier.testing.tiering_driver import TieringDriver
+from kvtier.base import OffloadKey, ReqContext
+from kvtier.testing.examples import num_examples
+from kvtier.testing.tier_driver import TierDriver, key_of, make_config
+from kvtier.testing.tiering_driver import ROW_BYTES, TieringDriver
 from kvtier.tiering.base import SecondaryTierManager, TierSettings
-from kvtier.tiering.fs import FSTier
-from kvtier.tiering.fs.index import KeyIndex
-from kvtier.tiering.kit.eviction_log import MAX_UNREPORTED_KEYS
+from kvtier.tiering.kit.eviction_log import MAX_UNREPORTED_KEYS, EvictionLog
 
-BLOCK_BYTES = ROW_BYTES + 4096
-TELLING = TierSettings(emit_events=True, max_in_flight_store_bytes=2**20)
+NUM_BLOCKS = 12
+AT_ONCE_BYTES = 2**20
+"""Enough for a job of each test to be handed over whole."""
+
+TELLING = TierSettings(emit_events=True, max_in_flight_store_bytes=AT_ONCE_BYTES)
+
+
+def of_slots(num_slots: int) -> dict[str, object]:
+    """Return the settings of a directory of one pack."""
+    return {"capacity_bytes": bytes_of_packs(1, num_slots), "pack_bytes": bytes_of_packs(1, num_slots)}
 
 
 def numbers_of(keys: list[OffloadKey]) -> set[int]:
-    """Return the numbers behind keys; each must be named once."""
-    assert len(keys) == len(set(keys))
-    return {int.from_bytes(key[:-4], "big") for key in keys}
+    """Return which of the few blocks of a test are named."""
+    return {number for number in range(NUM_BLOCKS) if key_of(number) in keys}
+
+
+@contextmanager
+def manage(root: Path, num_slots: int, own: TierSettings) -> Iterator[TieringDriver]:
+    """Give a manager of a small directory; its tier has ended afterwards."""
+
+    def make_tiers(view: memoryview) -> list[SecondaryTierManager]:
+        config = make_config(row_bytes=ROW_BYTES)
+        num_bytes = bytes_of_packs(1, num_slots, ROW_BYTES)
+        return [AwakeTier(config, view, own, root_dir=root, capacity_bytes=num_bytes, pack_bytes=num_bytes)]
+
+    driver = TieringDriver(8, make_tiers)
+    try:
+        yield driver
+    finally:
+        assert driver.tiers[0].shutdown(HANG_GUARD_S)
+
+
+def store(driver: TieringDriver, numbers: list[int]) -> None:
+    """Store blocks and wait until the tier has reported them."""
+    driver.store(numbers)
+    assert driver.manager.drain(HANG_GUARD_S)
+
+
+def told(driver: TieringDriver) -> list[tuple[set[int], bool]]:
+    """Return what the tier has told since the last call: which blocks, and whether they are gone."""
+    events = driver.manager.take_events()
+    return [(numbers_of(event.keys), event.removed) for event in events if event.medium == "fs"]
+
+
+def test_an_evicted_block_is_told_once(root: Path) -> None:
+    with manage(root, 2, TELLING) as driver:
+        store(driver, [1, 2])
+        assert told(driver) == [({1, 2}, False)]
+        store(driver, [3])
+        (stored, removed) = told(driver)
+        assert stored == ({3}, False)
+        assert removed in (({1}, True), ({2}, True))
+        assert told(driver) == []
+
+
+def test_nothing_is_told_unless_asked_to(root: Path) -> None:
+    with manage(root, 2, TierSettings()) as driver:
+        store(driver, [1, 2])
+        store(driver, [3, 4])
+        assert told(driver) == []
+        assert not driver.tiers[0].drain_evicted()
+
+
+def test_what_leaves_from_before_a_reset_is_not_told_after_it(root: Path) -> None:
+    with manage(root, 2, TELLING) as driver:
+        store(driver, [1, 2])
+        driver.step()
+        told(driver)
+        store(driver, [3])
+        driver.reset()
+        # What was evicted before the reset is not told by itself: the reset withdraws everything.
+        assert told(driver) == [({3}, False), ({1, 2, 3}, True)]
+        store(driver, [4, 5])
+        assert told(driver) == [({4, 5}, False)]
+
+
+def test_what_was_there_at_the_start_is_told_when_it_leaves(root: Path) -> None:
+    with manage(root, 2, TELLING) as driver:
+        store(driver, [1])
+        store(driver, [2])
+    with manage(root, 2, TELLING) as driver:
+        store(driver, [3])
+        assert told(driver) == [({3}, False), ({1}, True)]
+
+
+def test_a_block_of_another_model_that_leaves_is_not_told(start_tier: StartTier) -> None:
+    driver = start_tier("model-b", **of_slots(2))
+    driver.store([1, 2])
+    assert driver.tier.shutdown(HANG_GUARD_S)
+    driver = start_tier(settings=TELLING, **of_slots(2))
+    driver.store([3])
+    assert take(driver) == set()
+
+
+def test_a_damaged_block_is_told_once_as_gone(root: Path, start_tier: StartTier) -> None:
+    driver = start_tier(settings=TELLING)
+    driver.store([1, 2])
+    (block,) = [block for block in stored_blocks(root) if block.name == key_of(1)]
+    block.flip()
+    driver.load([1, 2])
+    driver.load([1])
+    assert take(driver) == {1}
+    assert take(driver) == set()
 
 
 def take(driver: TierDriver) -> set[int]:
-    """Return what a tier by itself says it has evicted."""
-    return numbers_of(list(driver.tier.drain_evicted() or ()))
+    """Return what a tier by itself says it has evicted, each once."""
+    evicted = list(driver.tier.drain_evicted() or ())
+    assert len(evicted) == len(set(evicted))
+    return numbers_of(evicted)
 
 
-def start_telling(start_tier: StartTier, model: str = "model-a", num_blocks: int = 2) -> TierDriver:
-    """Return a tier on a small directory that collects what it evicts."""
-    return start_tier(model, capacity_bytes=num_blocks * BLOCK_BYTES, settings=TELLING)
-
-
-def age(root: Path, number: int, seconds: float) -> None:
-    """Make a block look as if it had last been used ``seconds`` ago."""
-    (path,) = root.glob(f"*/*/*/{key_of(number).hex()}.kv")
-    then_s = path.stat().st_mtime - seconds
-    os.utime(path, (then_s, then_s))
-
-
-def test_an_evicted_block_is_told_once(start_tier: StartTier, root: Path) -> None:
-    driver = start_telling(start_tier)
-    driver.store([1, 2])
-    age(root, 2, 100.0)
-    driver.store([3])
-    assert take(driver) == {2}
+def test_a_pack_that_others_remove_is_told_block_by_block(root: Path, start_tier: StartTier) -> None:
+    driver = start_tier(settings=TELLING)
+    driver.store([1, 2, 3])
     assert take(driver) == set()
-
-
-def test_nothing_is_kept_to_be_told_unless_events_are_asked_for(start_tier: StartTier) -> None:
-    driver = start_tier(capacity_bytes=BLOCK_BYTES)
-    driver.store([1])
-    driver.store([2])
-    assert driver.tier.stats()["evicted_blocks"] == 1
-    assert take(driver) == set()
-
-
-def test_a_block_of_another_namespace_that_is_evicted_is_not_told_though_we_have_its_key(
-    start_tier: StartTier, root: Path
-) -> None:
-    theirs = start_telling(start_tier, "model-b")
-    theirs.store([1])
-    age(root, 1, 100.0)
-    ours = start_telling(start_tier)
-    ours.store([1])
-    ours.store([2])
-    assert ours.tier.stats()["evicted_blocks"] == 1
-    assert take(ours) == set()
-    assert take(theirs) == set()
-
-
-def test_a_block_that_only_another_process_knew_is_not_told(start_tier: StartTier, root: Path) -> None:
-    ours, theirs = start_telling(start_tier), start_telling(start_tier)
-    theirs.store([1])
-    age(root, 1, 100.0)
-    ours.store([2])
-    ours.store([3])
-    assert ours.tier.stats()["evicted_blocks"] == 1
-    assert take(ours) == set()
-
-
-def test_what_leaves_from_before_a_reset_is_not_told_after_it(start_tier: StartTier) -> None:
-    driver = start_telling(start_tier)
-    driver.store([1])
-    driver.store([2])
-    driver.store([3])
-    driver.tier.reset(bytes(range(16)))
-    assert take(driver) == set()
-    driver.store([4])
-    driver.store([5])
-    assert driver.tier.stats()["evicted_blocks"] == 3
-    assert take(driver) == set()
+    (pack,) = root.rglob("*.pack")
+    pack.unlink()
+    driver.tier.keeper.tick(is_due=True)  # type: ignore[attr-defined]  # a disk tier
+    assert take(driver) == {1, 2, 3}
 
 
 def test_an_eviction_is_not_told_before_the_store_of_the_block_is_reported(start_tier: StartTier) -> None:
-    driver = start_telling(start_tier, num_blocks=1)
+    driver = start_tier(settings=TELLING, **of_slots(1))
     for number in (1, 2):
         driver.submit([number], [0], is_promotion=False)
         assert driver.tier.drain(HANG_GUARD_S)
@@ -107,7 +154,7 @@ def test_an_eviction_is_not_told_before_the_store_of_the_block_is_reported(start
 
 
 def test_a_block_that_is_back_is_not_told_as_gone(start_tier: StartTier) -> None:
-    driver = start_telling(start_tier, num_blocks=1)
+    driver = start_tier(settings=TELLING, **of_slots(1))
     for number in (1, 2, 1):
         driver.store([number])
     assert take(driver) == {2}
@@ -115,58 +162,56 @@ def test_a_block_that_is_back_is_not_told_as_gone(start_tier: StartTier) -> None
     assert take(driver) == {1}
 
 
-def test_a_damaged_block_is_told_once_as_gone_and_one_that_others_removed_is_not(
-    start_tier: StartTier, root: Path
+def test_too_many_untold_evictions_are_said_to_be_unknown_once() -> None:
+    evicted = EvictionLog()
+    for number in range(MAX_UNREPORTED_KEYS):
+        evicted.add(key_of(number))
+    assert len(evicted.take((), lambda key: False) or ()) == MAX_UNREPORTED_KEYS
+    for number in range(MAX_UNREPORTED_KEYS + 1):
+        evicted.add(key_of(number))
+    assert evicted.take((), lambda key: False) is None
+    assert evicted.take((), lambda key: False) == []
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("store"), st.lists(st.integers(0, NUM_BLOCKS - 1), min_size=1, max_size=4, unique=True)
+        ),
+        st.tuples(st.just("search"), st.lists(st.integers(0, NUM_BLOCKS - 1), min_size=1, max_size=2)),
+        st.tuples(st.sampled_from(["tell", "step", "drain", "reset"]), st.just([])),
+    ),
+    max_size=40,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+@given(operations=OPERATIONS, num_slots=st.integers(1, 5))
+@settings(max_examples=num_examples(30), deadline=None)
+def test_a_list_kept_from_events_is_what_the_tier_holds(
+    policy: str, operations: list[tuple[str, list[int]]], num_slots: int
 ) -> None:
-    driver = start_telling(start_tier, num_blocks=4)
-    driver.store([1, 2, 3])
-    (damaged,) = root.glob(f"*/*/*/{key_of(1).hex()}.kv")
-    os.truncate(damaged, BLOCK_BYTES - 1)
-    (removed,) = root.glob(f"*/*/*/{key_of(2).hex()}.kv")
-    removed.unlink()
-    driver.load([1, 2, 3])
-    driver.load([1, 2])
-    assert take(driver) == {1}
-    assert take(driver) == set()
-
-
-def test_too_many_untold_evictions_are_said_to_be_unknown() -> None:
-    index = KeyIndex(2 * MAX_UNREPORTED_KEYS, is_complete=True, emit_events=True)
-    keys = [key_of(number) for number in range(MAX_UNREPORTED_KEYS + 2)]
-    index.add(keys)
-    index.evict(keys)
-    assert index.drain_evicted(()) is None
-
-
-def test_a_key_that_has_no_room_in_the_index_is_told_as_gone() -> None:
-    index = KeyIndex(2, is_complete=True, emit_events=True)
-    index.add([key_of(1), key_of(2), key_of(3)])
-    assert index.drain_evicted(()) == [key_of(1)]
-
-
-def settle(driver: TieringDriver, numbers: list[int]) -> None:
-    """Store blocks and wait until the tier has reported them."""
-    driver.store(numbers)
-    assert driver.manager.drain(HANG_GUARD_S)
-
-
-def test_the_manager_hears_of_each_eviction_after_its_store(root: Path) -> None:
-    def make_tiers(view: memoryview) -> list[SecondaryTierManager]:
-        config = make_config(row_bytes=view.shape[1]) if view.shape else make_config()
-        return [FSTier(config, view, TELLING, root_dir=root, capacity_bytes=4 * (4096 + 4096))]
-
-    driver = TieringDriver(32, make_tiers)
-    mirror: set[int] = set()
-    for number in range(16):
-        settle(driver, [number])
-        for event in driver.manager.take_events():
-            if event.medium == "fs":
-                change: Callable[[set[int]], None] = (
-                    mirror.difference_update if event.removed else mirror.update
-                )
-                assert event.removed == (numbers_of(event.keys) <= mirror)
-                change(numbers_of(event.keys))
-    on_disk = {int(path.stem[:-8], 16) for path in root.glob("*/*/*/*.kv")}
-    assert mirror == on_disk
-    assert len(mirror) <= 4
-    assert driver.tiers[0].shutdown(HANG_GUARD_S)
+    own = TierSettings(emit_events=True, policy=policy, max_in_flight_store_bytes=AT_ONCE_BYTES)
+    with tempfile.TemporaryDirectory() as folder, manage(Path(folder) / "fs", num_slots, own) as driver:
+        mirror: set[int] = set()
+        for name, numbers in [*operations, ("drain", []), ("tell", []), ("tell", [])]:
+            if name == "store":
+                prepared = driver.begin_store(numbers, ReqContext("store"))
+                if prepared is not None:
+                    driver.end_store(prepared)
+            elif name == "search":
+                driver.search(numbers, ReqContext("search"))
+            elif name == "step":
+                driver.step()
+            elif name == "drain":
+                assert driver.manager.drain(HANG_GUARD_S).has_ended
+            if name in ("tell", "reset"):
+                for keys, is_removed in told(driver):
+                    mirror = mirror - keys if is_removed else mirror | keys
+            if name == "reset":
+                driver.reset()
+                mirror.clear()
+        tier = driver.tiers[0]
+        held = {number for number in range(NUM_BLOCKS) if tier.lookup(key_of(number), ReqContext("end"))}
+        assert mirror == held

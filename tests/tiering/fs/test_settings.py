@@ -3,39 +3,41 @@
 from pathlib import Path
 
 import pytest
+from tests.tiering.fs.conftest import StartTier
+from tests.tiering.fs.engine import bytes_of_packs
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, KVTierError
 from kvtier.settings import parse_settings
-from kvtier.tiering.fs.settings import FSSettings, plan_num_store_threads, require_capacity
-from kvtier.tiering.kit.disk import DEFAULT_NUM_THREADS
+from kvtier.testing.tier_driver import make_config, make_rows
+from kvtier.tiering.factory import create_secondary_tier
+from kvtier.tiering.fs.settings import PackSettings
+from kvtier.tiering.kit.disk import Durability
 
-ROW_BYTES = 8192
 
-
-def parse(**changes: object) -> FSSettings:
+def parse(**changes: object) -> PackSettings:
     """Parse good settings with some of them changed."""
     values: dict[str, object] = {
         "root_dir": "/data",
         "capacity_bytes": "1GiB",
-        "shared": True,
-        "negative_ttl_s": 2.0,
+        "pack_bytes": "16MiB",
         "file_mode": 0o600,
         "direct_io": "auto",
+        "durability": "fdatasync",
+        "ttl_s": 60,
         "num_threads": 4,
     }
-    settings = parse_settings(FSSettings, values | changes)
-    require_capacity(settings, ROW_BYTES + 4096)
-    return settings
+    return parse_settings(PackSettings, values | changes)
 
 
 def test_good_settings_are_typed() -> None:
-    assert parse() == FSSettings(
+    assert parse() == PackSettings(
         root_dir=Path("/data"),
         capacity_bytes=2**30,
-        shared=True,
-        negative_ttl_s=2.0,
+        pack_bytes=2**24,
         file_mode=0o600,
         direct_io=None,
+        durability=Durability.FDATASYNC,
+        ttl_s=60.0,
         num_threads=4,
     )
 
@@ -56,18 +58,18 @@ def test_the_home_directory_is_understood() -> None:
         ("root_dir", 5, "absolute path of a file or directory"),
         ("root_dir", "relative/path", "must be an absolute path"),
         ("root_dir", "~nobody-of-that-name/x", "absolute path"),
-        ("capacity_bytes", ROW_BYTES + 4095, f"one block takes {ROW_BYTES + 4096} bytes"),
         ("capacity_bytes", "many", "8GiB"),
         ("capacity_bytes", None, "8GiB"),
         ("capacity_bytes", 0, "from 1"),
-        ("shared", "yes", "true or false"),
-        ("negative_ttl_s", -1, "seconds"),
-        ("negative_ttl_s", float("inf"), "seconds"),
+        ("pack_bytes", "many", "8GiB"),
+        ("pack_bytes", 0, "from 1"),
         ("file_mode", "0777", "no right to execute"),
         ("file_mode", 0o060, "owner read and write"),
         ("file_mode", "rw", "0660"),
         ("file_mode", True, "0660"),
+        ("allow_shrink", "yes", "true or false"),
         ("direct_io", "yes", "auto"),
+        ("durability", "always", "fdatasync"),
         ("num_threads", 0, "at least 1"),
         ("num_threads", 1000, "at most 128"),
     ],
@@ -78,21 +80,25 @@ def test_a_value_that_cannot_work_is_refused_with_a_remedy(setting: str, value: 
     assert caught.value.setting == setting
 
 
-def test_a_time_for_searches_that_never_happen_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"negative_ttl_s=5\.0: has no effect with shared=False"):
-        parse(shared=False, negative_ttl_s=5.0)
+@pytest.mark.parametrize("setting", ["shared", "negative_ttl_s", "path"])
+def test_settings_of_earlier_versions_are_refused_by_name(setting: str, root: Path) -> None:
+    entry = {"type": "fs", "root_dir": str(root), "capacity_bytes": "1MiB", setting: 1}
+    with pytest.raises(KVTierError, match=setting):
+        create_secondary_tier(entry, make_rows(), make_config())
+    assert not root.exists()
 
 
-def test_capacity_for_exactly_one_block_is_enough() -> None:
-    assert parse(capacity_bytes=ROW_BYTES + 4096).capacity_bytes == ROW_BYTES + 4096
+def test_a_slab_is_refused_with_the_line_to_write(tmp_path: Path) -> None:
+    entry = {"type": "slab", "path": str(tmp_path / "slab"), "capacity_bytes": "1MiB"}
+    with pytest.raises(KVTierError, match=r'"type": "fs", "root_dir"'):
+        create_secondary_tier(entry, make_rows(), make_config())
 
 
-@pytest.mark.parametrize(
-    ("num_threads", "num_cores", "has_direct_io", "planned"),
-    [(None, 2, False, 2), (None, 64, False, DEFAULT_NUM_THREADS), (None, 2, True, None), (6, 2, False, None)],
-)
-def test_no_more_threads_store_through_the_page_cache_than_there_are_cores(
-    num_threads: int | None, num_cores: int, *, has_direct_io: bool, planned: int | None
-) -> None:
-    settings = parse(num_threads=num_threads)
-    assert plan_num_store_threads(settings, num_cores, has_direct_io=has_direct_io) == planned
+def test_capacity_for_exactly_one_block_is_enough_and_less_is_refused(start_tier: StartTier) -> None:
+    one = bytes_of_packs(1, 1)
+    with pytest.raises(ConfigError, match=f"one block takes {one} bytes") as caught:
+        start_tier(capacity_bytes=one - 1, pack_bytes=None)
+    assert caught.value.setting == "capacity_bytes"
+    driver = start_tier(capacity_bytes=one, pack_bytes=None)
+    assert driver.store([1]).success
+    assert driver.load_right([1]) == {1}

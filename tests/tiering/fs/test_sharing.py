@@ -1,156 +1,327 @@
-"""Several processes share one directory: they find each other's blocks and keep one capacity."""
+"""Engines that share a directory: they find each other's blocks, and room goes to the one that uses its blocks."""
 
-import signal
-from collections.abc import Iterator
+import shutil
 from pathlib import Path
 
-import pytest
-from tests.servers import freeze
-from tests.tiering.fs.conftest import HANG_GUARD_S, StartTier
-from tests.tiering.fs.peer import Peer
+from tests.tiering.fs.conftest import StartTier
+from tests.tiering.fs.engine import NUM_PACK_SLOTS, bytes_of_packs, tick
 
+from kvtier.misses import MissCause
 from kvtier.testing.clock import ManualClock
-from kvtier.testing.tier_suite import ROW_BYTES, key_of
-from kvtier.tiering.fs import evictor
-from kvtier.tiering.fs.folders import USAGE_NAME
-from kvtier.tiering.fs.recycled_files import SLACK_SHARE
-from kvtier.tiering.fs.shared_usage import read_record
+from kvtier.testing.tier_driver import HANG_GUARD_S, TierDriver, key_of
+from kvtier.tiering.base import PurgeOutcome, TierSettings
+from kvtier.tiering.fs.pack_header import OWNER_OFFSET, OwnerMark, PackHeader
+from kvtier.tiering.fs.room import RETRY_S
 
-BLOCK_BYTES = ROW_BYTES + 4096
-
-
-class Peers:
-    """Starts other processes and ends them with the test."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._peers: list[Peer] = []
-
-    def start(self, *arguments: str, capacity_blocks: int = 100) -> Peer:
-        """Start one."""
-        self._peers.append(Peer(self._root, capacity_blocks * BLOCK_BYTES, *arguments))
-        return self._peers[-1]
-
-    def close(self) -> None:
-        """End all."""
-        for peer in self._peers:
-            peer.close()
+FULL = {"capacity_bytes": bytes_of_packs(4)}
+NUM_FULL = 4 * NUM_PACK_SLOTS
 
 
-@pytest.fixture
-def peers(root: Path) -> Iterator[Peers]:
-    """Other processes on the same directory."""
-    peers = Peers(root)
-    yield peers
-    peers.close()
+class Clocks:
+    """The clocks of every engine of a test."""
+
+    def __init__(self) -> None:
+        self.monotonic = ManualClock()
+        self.now_s = 1.7e9
+
+    def wall(self) -> float:
+        """Return seconds since 1970."""
+        return self.now_s
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass."""
+        self.monotonic.advance(seconds)
+        self.now_s += seconds
+
+    def options(self) -> dict[str, object]:
+        """Return what tells a tier the time."""
+        return {"clock": self.monotonic, "wall_clock": self.wall}
 
 
-def total_bytes(root: Path) -> int:
-    """Return the bytes of every file of a block and of every temporary one."""
-    total = 0
-    for path in [*root.glob("*/*/*/*.kv"), *root.glob("tmp/*")]:
-        try:
-            total += path.stat().st_size
-        except FileNotFoundError:
-            continue
-    return total
+def fill(driver: TierDriver, first: int, num: int) -> None:
+    """Store blocks one after another."""
+    for number in range(first, first + num):
+        assert driver.store([number]).success
 
 
-def test_a_finds_what_b_wrote_after_a_started(start_tier: StartTier, peers: Peers) -> None:
-    driver, peer = start_tier(negative_ttl_s=0.0), peers.start()
-    assert driver.lookup(1) is False
-    assert peer.store(1, 2) == [1, 2]
-    assert driver.lookup(1) is True
-    assert driver.load([1, 2]).success
+def keep(*drivers: TierDriver, rounds: int = 3) -> None:
+    """Let every tier tell the others what is due, and answer what they have said."""
+    for _ in range(rounds):
+        for driver in drivers:
+            driver.tier.keeper.tick(is_due=True)  # type: ignore[attr-defined]  # a tier of packs
 
 
-def test_a_block_that_b_evicts_between_as_lookup_and_load_fails_alone(
-    start_tier: StartTier, peers: Peers
+def held(driver: TierDriver, numbers: range) -> set[int]:
+    """Return which blocks a tier finds."""
+    return {number for number in numbers if driver.lookup(number)}
+
+
+def own_packs(driver: TierDriver) -> float:
+    """Return how many packs a tier writes."""
+    return driver.tier.stats()["own_packs"]
+
+
+def test_what_one_engine_stores_another_finds_and_does_not_write_again(
+    start_tier: StartTier, root: Path
 ) -> None:
-    driver, peer = start_tier(), peers.start()
-    driver.store([1, 2, 3])
-    assert driver.lookup(2) is True
-    assert peer.call("evict", 2) is True
-    result = driver.load([1, 2, 3])
-    assert result.successful_keys == frozenset({key_of(1), key_of(3)})
-    assert driver.lookup(2) is False
-    assert driver.tier.stats()["absent"] == 1
+    first, second = start_tier(), start_tier()
+    assert first.store([1, 2, 3]).success
+    assert held(second, range(5)) == {1, 2, 3}
+    assert second.load_right([3, 1]) == {1, 3}
+    assert second.store([1, 2, 4]).success
+    assert second.tier.stats()["stored_blocks"] == 1
+    assert held(first, range(5)) == {1, 2, 3, 4}
+    assert first.load_right([4, 2]) == {2, 4}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("limit_blocks", [48, 192])
-def test_the_capacity_of_a_holds_while_b_writes(
-    start_tier: StartTier, peers: Peers, root: Path, limit_blocks: int
+def test_a_block_that_its_owner_evicts_is_a_miss_for_others_and_no_fault(start_tier: StartTier) -> None:
+    first, second = start_tier(**FULL), start_tier(**FULL)
+    fill(first, 0, NUM_FULL)
+    assert second.lookup(0)
+    keep(first, second)
+    fill(first, 100, NUM_FULL)
+    result = second.load([0])
+    assert (result.success, result.is_fault) == (False, False)
+    assert second.tier.stats()["damaged"] == 0
+    miss = second.tier.explain(key_of(0), second.request)
+    assert miss is not None
+    assert miss.cause is MissCause.EVICTED
+
+
+def test_where_others_read_slots_are_dropped_before_they_are_written(start_tier: StartTier) -> None:
+    alone = start_tier(**FULL)
+    fill(alone, 0, 2 * NUM_FULL)
+    assert len(held(alone, range(2 * NUM_FULL))) == NUM_FULL
+    reader = start_tier(**FULL)
+    keep(alone, reader)
+    fill(alone, 100, 1)
+    assert len(held(alone, range(101))) == NUM_FULL - NUM_PACK_SLOTS // 4
+
+
+def test_an_engine_that_starts_in_a_full_directory_gets_room_from_the_one_with_the_oldest_blocks(
+    start_tier: StartTier,
 ) -> None:
-    limit_bytes = limit_blocks * BLOCK_BYTES
-    # By clocks that stand still, here and there, no walk takes so long that the next has to wait.
-    driver = start_tier(capacity_bytes=limit_bytes, clock=ManualClock())
-    peer = peers.start(capacity_blocks=2 * limit_blocks)
-    seen = []
-    peer.start("churn", 1000, 6 * limit_blocks)
-    for number in range(0, 3 * limit_blocks, 8):
-        driver.store(list(range(number, number + 8)))
-        # Files are counted one after another: what is written while they are would be added to what was removed since.
-        freeze(peer.process)
-        seen.append(total_bytes(root))
-        peer.process.send_signal(signal.SIGCONT)
-    while peer.next_answer() != []:
-        pass
-    assert max(seen) <= limit_bytes
-    assert peer.store(5000) == [5000]
-    assert read_record(root / USAGE_NAME).in_flight_bytes == 0
-    # A recount beside stores may count twice what is written meanwhile, and more goes than must. That of a tier which
-    # is alone is exact: no evictor of another holds the lock or counts again when it has been idle.
-    peer.close()
-    assert driver.tier.shutdown(HANG_GUARD_S)
-    last = start_tier(capacity_bytes=limit_bytes, clock=ManualClock())
-    for number in range(10_000, 10_000 + limit_blocks):
-        assert last.store([number]).success
-    slack_blocks = limit_blocks // SLACK_SHARE
-    assert limit_bytes - slack_blocks * BLOCK_BYTES <= total_bytes(root) <= limit_bytes
+    clocks = Clocks()
+    first = start_tier(**FULL, **clocks.options())
+    fill(first, 0, NUM_FULL)
+    clocks.advance(100)
+    second = start_tier(**FULL, **clocks.options())
+    assert not second.store([100]).success
+    keep(second, first)
+    clocks.advance(RETRY_S)
+    assert second.store([100]).success
+    assert own_packs(first) == 3
+    assert own_packs(second) == 1
+    assert second.load_right([100]) == {100}
 
 
-def test_both_write_the_same_blocks_and_each_is_there_once(
-    start_tier: StartTier, peers: Peers, root: Path
+def test_the_blocks_of_a_pack_that_was_given_away_are_still_found_by_both(start_tier: StartTier) -> None:
+    clocks = Clocks()
+    first = start_tier(**FULL, **clocks.options())
+    fill(first, 0, NUM_FULL)
+    clocks.advance(100)
+    second = start_tier(**FULL, **clocks.options())
+    assert not second.store([100]).success
+    keep(second, first)
+    for driver in (first, second):
+        assert held(driver, range(NUM_FULL)) == set(range(NUM_FULL))
+        assert driver.load_right([0, 5, 15]) == {0, 5, 15}
+
+
+def test_an_engine_of_another_model_gets_room_too(start_tier: StartTier) -> None:
+    clocks = Clocks()
+    first = start_tier(**FULL, **clocks.options())
+    fill(first, 0, NUM_FULL)
+    clocks.advance(100)
+    second = start_tier("model-b", **FULL, **clocks.options())
+    assert not second.store([100]).success
+    keep(second, first)
+    clocks.advance(RETRY_S)
+    assert second.store([100]).success
+    assert second.load_right([100]) == {100}
+    assert len(held(first, range(NUM_FULL))) == NUM_FULL - NUM_PACK_SLOTS
+
+
+def test_who_uses_its_blocks_keeps_them(start_tier: StartTier) -> None:
+    clocks = Clocks()
+    first, second = start_tier(**FULL, **clocks.options()), start_tier(**FULL, **clocks.options())
+    fill(first, 0, NUM_FULL // 2)
+    fill(second, 100, NUM_FULL // 2)
+    clocks.advance(100)
+    for number in range(NUM_FULL // 2):
+        first.tier.touch([key_of(number)], first.request)
+    fill(first, 50, 1)
+    keep(first, second)
+    clocks.advance(RETRY_S)
+    fill(first, 51, NUM_PACK_SLOTS - 1)
+    assert own_packs(first) == 3
+    assert own_packs(second) == 1
+
+
+def test_a_use_by_another_engine_keeps_a_block(start_tier: StartTier) -> None:
+    clocks = Clocks()
+    first, second = start_tier(**FULL, **clocks.options()), start_tier(**FULL, **clocks.options())
+    fill(first, 0, NUM_FULL)
+    keep(first, second)
+    assert second.load_right([0, 1]) == {0, 1}
+    second.tier.touch([key_of(0), key_of(1)], second.request)
+    keep(second, first)
+    fill(first, 100, NUM_PACK_SLOTS)
+    found = held(first, range(NUM_FULL))
+    assert {0, 1} <= found
+    assert 2 not in found
+
+
+def test_of_what_another_engine_uses_the_first_block_is_the_last_to_leave(start_tier: StartTier) -> None:
+    first, second = start_tier(**FULL), start_tier(**FULL)
+    fill(first, 0, NUM_FULL)
+    keep(first, second)
+    second.tier.touch([key_of(number) for number in range(NUM_FULL)], second.request)
+    keep(second, first)
+    fill(first, 100, 4)
+    left = held(first, range(NUM_FULL))
+    assert left == set(range(len(left)))
+
+
+def test_packs_of_an_engine_that_has_ended_are_adopted_and_its_oldest_blocks_leave_first(
+    start_tier: StartTier,
 ) -> None:
-    driver, peer = start_tier(), peers.start(capacity_blocks=300)
-    peer.start("churn", 0, 160)
-    for first in range(0, 160, 16):
-        assert driver.store(list(range(first, first + 16))).success
-    while peer.next_answer() != []:
-        pass
-    assert len(list(root.glob("*/*/*/*.kv"))) == 160
-    assert all(driver.load([number]).success for number in range(0, 160, 7))
+    clocks = Clocks()
+    first = start_tier(**FULL, **clocks.options())
+    for number in range(NUM_FULL):
+        clocks.advance(1)
+        assert first.store([number]).success
+    clocks.advance(1)
+    first.tier.touch([key_of(0), key_of(1)], first.request)
+    assert first.tier.shutdown(HANG_GUARD_S)
+    second = start_tier(**FULL, **clocks.options())
+    assert own_packs(second) == 4
+    assert held(second, range(NUM_FULL)) == set(range(NUM_FULL))
+    fill(second, 100, 4)
+    assert held(second, range(NUM_FULL)) == set(range(NUM_FULL)) - {2, 3, 4, 5}
 
 
-def test_another_model_sees_nothing_and_removes_nothing(start_tier: StartTier, peers: Peers) -> None:
-    driver, peer = start_tier(), peers.start("--model", "model-b")
-    driver.store([1])
-    assert peer.call("lookup", 1) is False
-    assert peer.call("load", 1) is False
-    assert driver.load([1]).success
+def test_an_engine_that_starts_beside_another_takes_no_pack_from_it(start_tier: StartTier) -> None:
+    first = start_tier(**FULL)
+    fill(first, 0, NUM_FULL)
+    second = start_tier(**FULL)
+    assert (own_packs(first), own_packs(second)) == (4, 0)
 
 
-def test_while_another_process_evicts_a_store_is_declined_and_after_its_death_taken_over(
-    start_tier: StartTier, peers: Peers, root: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_smallest_capacity_of_living_engines_counts(start_tier: StartTier, root: Path) -> None:
+    small, large = start_tier(capacity_bytes=bytes_of_packs(2)), start_tier(capacity_bytes=bytes_of_packs(8))
+    keep(small, large)
+    for number in range(6 * NUM_PACK_SLOTS):
+        large.store([number])
+    assert sum(path.stat().st_blocks * 512 for path in root.rglob("*.pack")) <= bytes_of_packs(2)
+    assert small.tier.shutdown(HANG_GUARD_S)
+    keep(large)
+    large.poll_until(lambda: large.store([1000]).success and own_packs(large) > 2)
+
+
+def test_a_damaged_block_of_another_engine_is_dropped_by_its_owner(start_tier: StartTier, root: Path) -> None:
+    first, second = start_tier(), start_tier()
+    assert first.store([1, 2]).success
+    assert held(second, range(3)) == {1, 2}
+    (pack,) = root.rglob("*.pack")
+    header = PackHeader.unpack(pack.read_bytes()[:4096])
+    assert header is not None
+    with pack.open("r+b") as file:
+        file.seek(header.geometry.offset_of(0) + 5000)
+        file.write(b"damage")
+    assert second.load_right([1, 2]) == {2}
+    assert second.tier.stats()["damaged"] == 1
+    keep(second, first)
+    assert held(first, range(3)) == {2}
+    assert second.store([1]).success
+    assert first.load_right([1, 2]) == {1, 2}
+
+
+def test_what_a_neighbour_calls_damaged_and_is_not_stays(start_tier: StartTier) -> None:
+    first, second = start_tier(), start_tier()
+    assert first.store([1]).success
+    assert second.lookup(1)
+    second.tier.drop([key_of(1)])
+    second.poll_until(lambda: not second.lookup(1))
+    keep(second, first)
+    assert first.load_right([1]) == {1}
+
+
+def test_a_purge_by_one_engine_removes_the_blocks_of_all(start_tier: StartTier) -> None:
+    first, second = start_tier(), start_tier()
+    assert first.store([1, 2]).success
+    assert second.store([3, 4]).success
+    keep(first, second)
+    assert first.tier.purge() is None
+    ended: list[PurgeOutcome] = []
+
+    def is_done() -> bool:
+        keep(second, first, rounds=1)
+        found = first.tier.poll_purge()
+        if isinstance(found, PurgeOutcome):
+            ended.append(found)
+        return bool(ended)
+
+    first.poll_until(is_done)
+    assert ended[0].error == ""
+    for driver in (first, second):
+        assert held(driver, range(6)) == set()
+    assert second.store([3]).success
+    assert held(first, range(6)) == {3}
+
+
+def test_blocks_that_another_engine_evicts_are_withdrawn(start_tier: StartTier) -> None:
+    telling = TierSettings(emit_events=True, max_in_flight_store_bytes=2**20)
+    first, second = start_tier(**FULL, settings=telling), start_tier(**FULL, settings=telling)
+    fill(first, 0, NUM_FULL)
+    keep(first, second)
+    assert set(second.tier.drain_evicted() or ()) == set()
+    fill(first, 100, 2)
+    gone = set(second.tier.drain_evicted() or ())
+    assert {key_of(0), key_of(1)} <= gone
+    assert gone == set(first.tier.drain_evicted() or ())
+
+
+def test_a_directory_that_is_removed_costs_its_blocks_and_nothing_else(
+    start_tier: StartTier, root: Path
 ) -> None:
-    driver, peer = start_tier(capacity_bytes=4 * BLOCK_BYTES), peers.start()
-    assert driver.store([1, 2, 3, 4]).success
-    assert peer.call("hold_eviction_lock") is True
-    with monkeypatch.context() as patch:
-        patch.setattr(evictor, "ROOM_WAIT_S", 0.01)
-        assert not driver.store([5]).success
-    assert driver.tier.stats()["declined"] == 1
-    peer.kill()
-    assert driver.store([5]).success
-    assert total_bytes(root) == 4 * BLOCK_BYTES
+    first, second = start_tier(), start_tier()
+    assert first.store([1, 2]).success
+    assert second.lookup(1)
+    shutil.rmtree(root)
+    keep(first, second)
+    for driver in (first, second):
+        assert held(driver, range(3)) == set()
+        assert driver.load_right([1, 2]) == set()
+    assert first.store([1]).success
+    assert second.load_right([1]) == {1}
 
 
-def test_the_capacity_of_a_dead_process_no_longer_counts(
-    start_tier: StartTier, peers: Peers, root: Path
+def test_a_pack_that_is_removed_costs_its_blocks_alone(start_tier: StartTier, root: Path) -> None:
+    first, second = start_tier(), start_tier()
+    fill(first, 0, 2 * NUM_PACK_SLOTS)
+    assert held(second, range(8)) == set(range(8))
+    victim = min(root.rglob("*.pack"), key=lambda path: path.stat().st_ino)
+    victim.unlink()
+    keep(first, second)
+    left = held(first, range(8))
+    assert len(left) == NUM_PACK_SLOTS
+    assert held(second, range(8)) == left
+    assert second.load_right(sorted(left)) == left
+
+
+def test_a_pack_that_another_process_writes_although_it_is_locked_ends_the_use_of_the_directory(
+    start_tier: StartTier, root: Path
 ) -> None:
-    peer = peers.start(capacity_blocks=2)
-    peer.store(1, 2)
-    peer.kill()
-    assert start_tier(capacity_bytes=8 * BLOCK_BYTES).store(list(range(10, 16))).success
-    assert total_bytes(root) == 8 * BLOCK_BYTES
+    driver = start_tier()
+    assert driver.store([1]).success
+    (pack,) = root.rglob("*.pack")
+    mark = OwnerMark.unpack(pack.read_bytes()[OWNER_OFFSET : OWNER_OFFSET + 4096])
+    assert mark is not None
+    with pack.open("r+b") as file:
+        file.seek(OWNER_OFFSET)
+        file.write(mark._replace(token=bytes(16)).pack())
+    keep(driver)
+    assert not driver.lookup(1)
+    assert not driver.store([2]).success
+    tick([driver])

@@ -1,29 +1,32 @@
-"""The fs tier keeps the contract of every secondary tier, with and without what file systems may lack."""
+"""The tier of packs keeps the contract of every secondary tier, with and without direct I/O."""
 
-import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.tiering.fs.engine import AwakeTier
 
 from kvtier.base import OffloadKey
 from kvtier.config import OffloadingConfig
 from kvtier.testing.damage import flip_bit_in_files
 from kvtier.testing.tier_suite import TierSuite
-from kvtier.tiering.base import SecondaryTierManager
-from kvtier.tiering.fs import FSTier
-from kvtier.tiering.fs.system import SystemCalls
+from kvtier.tiering.base import SecondaryTierManager, TierSettings
+from kvtier.tiering.fs.system_calls import REAL_CALLS, SystemCalls
 
 
-def open_without_unnamed_files(path: str, flags: int, mode: int) -> int:
-    """Refuse ``O_TMPFILE`` as file systems do that lack it."""
-    if flags & os.O_TMPFILE == os.O_TMPFILE:
-        raise OSError(errno.EOPNOTSUPP, "no unnamed files", path)
-    return os.open(path, flags, mode)
+def refuse_direct_io(path: str, flags: int, mode: int) -> int:
+    """Open a file like a file system without ``O_DIRECT``."""
+    if flags & os.O_DIRECT:
+        raise OSError(22, "no direct I/O")
+    return REAL_CALLS.open(path, flags, mode)
 
 
-class OnDisk(TierSuite):
-    """Over files, which anything may damage."""
+class InDirectory(TierSuite):
+    """Below a directory, which anything may damage."""
+
+    settings = TierSettings()
+    options: dict[str, Any] = {}  # noqa: RUF012  # Any: as the tier's own; not changed
 
     @pytest.fixture(autouse=True)
     def _note_directory(self, tmp_path: Path) -> None:
@@ -32,40 +35,32 @@ class OnDisk(TierSuite):
     def damage(self, tier: SecondaryTierManager, key: OffloadKey) -> bool:
         return flip_bit_in_files(self.directory, key)
 
+    def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
+        return AwakeTier(
+            config, rows, self.settings, root_dir=directory / "packs", capacity_bytes="2MiB", **self.options
+        )
 
-class TestDefaults(OnDisk):
+
+class TestDefaults(InDirectory):
     """As configured by a user who names the directory only."""
 
     names_siblings = True
 
-    def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
-        return FSTier(config, rows, root_dir=directory, capacity_bytes="4MiB")
+
+class TestBuffered(InDirectory):
+    """Through the page cache, one thread."""
+
+    options = {"direct_io": False, "num_threads": 1}  # noqa: RUF012
 
 
-class TestBuffered(OnDisk):
-    """Through the page cache."""
+class TestWithoutDirectIO(InDirectory):
+    """On a file system that refuses direct I/O, with another eviction policy."""
 
-    def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
-        return FSTier(config, rows, root_dir=directory, capacity_bytes="4MiB", direct_io=False)
-
-
-class TestAlone(OnDisk):
-    """When no other process writes to the directory."""
-
-    def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
-        return FSTier(config, rows, root_dir=directory, capacity_bytes="4MiB", shared=False)
+    settings = TierSettings(policy="arc")
+    options = {"calls": SystemCalls(open=refuse_direct_io)}  # noqa: RUF012
 
 
-class TestStepwise(OnDisk):
-    """Where nothing was compiled: each call of the system by itself."""
+class TestDurable(InDirectory):
+    """With blocks that outlive a loss of power, and packs of one slot."""
 
-    def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
-        return FSTier(config, rows, root_dir=directory, capacity_bytes="4MiB", calls=SystemCalls())
-
-
-class TestNamedTemporaries(OnDisk):
-    """On a file system without unnamed files."""
-
-    def make_tier(self, config: OffloadingConfig, rows: memoryview, directory: Path) -> SecondaryTierManager:
-        calls = SystemCalls(open=open_without_unnamed_files)
-        return FSTier(config, rows, root_dir=directory, capacity_bytes="4MiB", calls=calls, num_threads=2)
+    options = {"durability": "fdatasync", "pack_bytes": "16KiB"}  # noqa: RUF012

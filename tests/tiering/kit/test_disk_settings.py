@@ -11,7 +11,7 @@ from kvtier.tiering.kit.disk import (
     DIRECT_NUM_THREADS,
     LARGE_ROW_BYTES,
     MAX_THREADS,
-    num_threads_setting,
+    NUM_THREADS,
     parse_direct_io,
     plan_num_threads,
 )
@@ -21,7 +21,7 @@ from kvtier.tiering.kit.disk import (
 class Threads:
     """Settings with a number of threads only."""
 
-    num_threads: int | None = field(default=None, metadata=num_threads_setting())
+    num_threads: int | None = field(default=None, metadata=NUM_THREADS)
 
 
 def parse_num_threads(value: object) -> int | None:

@@ -45,17 +45,21 @@ ABILITIES = {
     "documents": "descriptions of namespaces are kept under names of their own",
     "untouched slots": "a load that fails leaves its slot as it was",
     "removal at once": "a damaged block is removed before its load is reported",
+    "whole removals": "a namespace that was removed is gone, although an engine that uses it lives",
+    "foreign values": "a value of another version stays where it is",
     "other lengths": "a value in the backend may have another length than a block",
     "empty values": "and may be empty",
     "lengths": "a lookup finds out that a value has another length",
     "encryption": "the tier can encrypt",
     "quotas": "the tier keeps the quotas of tenants",
     "quotas at once": "and while it has room too",
+    "quotas of all models": "and over the blocks of all models together",
     "expiry": "blocks have a time to live",
     "remains": "an engine can tell that a block of another one was there and is over",
     "ages": "the test can let time pass for what is stored",
     "single ages": "and for one block alone",
     "evictions": "the tier says which blocks it has evicted",
+    "small jobs": "and each small job is stored by itself",
 }
 """What a tier may lack."""
 

@@ -80,9 +80,7 @@ class Events(RoleSuite):
         assert mirror.read() == {1, 2}
         engine.evict_everything()
         engine.settle(HANG_GUARD_S)
-        backend = self.get_backend()
-        (name,) = [name for name in backend.names() if key_of(1).hex() in name]
-        backend.remove(name)
+        self.remove_block_of_engine(1)
         self.clock.advance(LOOK_AGAIN_S)
         request = ReqContext("asks")
         assert engine.search_until_known([1], request, MAX_STEPS) == 0
@@ -91,6 +89,12 @@ class Events(RoleSuite):
         held = mirror.read()
         assert 1 not in held
         assert 2 in held
+
+    def remove_block_of_engine(self, number: int) -> None:
+        """Remove a block of ``start_engine``'s engine past its tier."""
+        backend = self.get_backend()
+        (name,) = [name for name in backend.names() if key_of(number).hex() in name]
+        backend.remove(name)
 
     @needs("evictions")
     def test_what_routers_believe_is_what_a_small_tier_holds(self) -> None:
@@ -127,7 +131,7 @@ class Events(RoleSuite):
         assert driver.store([0]).success
         assert take(driver) == {1}
 
-    @needs("evictions")
+    @needs("evictions", "small jobs")
     def test_an_eviction_is_not_told_before_its_store_is_reported(self) -> None:
         driver = self.start_small()
         for number in range(100, 100 + 2 * self.num_small):

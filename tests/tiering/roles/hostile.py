@@ -106,12 +106,12 @@ class Hostile(RoleSuite):
         whole = BlockState.WHOLE
         assert states == {key_of(1): whole, key_of(2): BlockState.DAMAGED, key_of(3): whole}
 
-    @needs("raw")
+    @needs("raw", "foreign values")
     @pytest.mark.parametrize("offset", VERSION_OFFSETS)
     def test_a_block_of_another_version_is_a_miss_and_left_alone(self, offset: int) -> None:
         self.check_another_version(offset, b"")
 
-    @needs("raw", "other lengths")
+    @needs("raw", "foreign values", "other lengths")
     def test_a_block_of_another_version_and_length_is_a_miss_and_left_alone(self) -> None:
         self.check_another_version(VERSION_OFFSETS[0], bytes(100))
 

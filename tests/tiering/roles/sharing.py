@@ -11,7 +11,7 @@ NUM_BLOCKS = NUM_ROWS
 class Sharing(RoleSuite):
     """Two engines at once."""
 
-    @needs("sharing")
+    @needs("sharing", "one copy")
     def test_blocks_that_two_engines_store_at_once_are_there_once_and_right(self) -> None:
         first, second = self.start(), self.start()
         numbers = list(range(NUM_BLOCKS))

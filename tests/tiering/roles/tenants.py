@@ -13,6 +13,12 @@ from kvtier.tiering.factory import create_secondary_tier
 Quotas = Mapping[str, int | None]
 
 
+def count_evicted(driver: TenantDriver) -> float:
+    """Return how many blocks a tier has evicted; some count objects."""
+    stats = driver.tier.stats()
+    return stats["evicted"] if "evicted" in stats else stats["evicted_blocks"]
+
+
 class Tenants(RoleSuite):
     """Quotas in blocks."""
 
@@ -75,7 +81,7 @@ class Tenants(RoleSuite):
         self.wait_counted(driver, "alice", {"alice": 4, "bob": 8, "carol": 12})
         driver.poll_until(lambda: self.counts() == {"alice": 4, **others})
         num_gone = driver.tier.stats()["stored_blocks"] - sum(self.counts().values())
-        driver.poll_until(lambda: driver.tier.stats()["evicted"] == num_gone)
+        driver.poll_until(lambda: count_evicted(driver) == num_gone)
 
     @needs("quotas", "quotas at once")
     def test_within_their_quotas_tenants_lose_nothing(self) -> None:
@@ -85,7 +91,7 @@ class Tenants(RoleSuite):
         assert len(driver.store_of("carol", range(9))) == 9
         driver.poll_until(lambda: self.counts()["carol"] == 8)
         assert held <= set(self.held_keys())
-        assert driver.tier.stats()["evicted"] == 1
+        assert count_evicted(driver) == 1
 
     @needs("quotas", "quotas at once", "ages", "single ages")
     def test_the_blocks_used_longest_ago_leave_first(self) -> None:
@@ -98,9 +104,9 @@ class Tenants(RoleSuite):
         driver.store_of("bob", range(8))
         driver.poll_until(lambda: self.counts() == {"alice": 4, "bob": 8})
         assert {key_of_tenant("alice", number) for number in (0, 2, 4, 6)} <= set(self.held_keys())
-        driver.poll_until(lambda: driver.tier.stats()["evicted"] == 4)
+        driver.poll_until(lambda: count_evicted(driver) == 4)
 
-    @needs("quotas", "quotas at once")
+    @needs("quotas", "quotas at once", "quotas of all models")
     def test_engines_of_several_models_keep_one_quota_together(self) -> None:
         quotas = {"alice": 5, "*": 3}
         drivers = [self.start_tenants(quotas, model) for model in ("model-a", "model-a", "model-b")]
@@ -117,7 +123,7 @@ class Tenants(RoleSuite):
             assert len(driver.store_of("alice", range(first, first + 4))) == 4
         driver.poll_until(lambda: self.counts() == {"alice": 4, "bob": 6})
 
-    @needs("quotas", "quotas at once")
+    @needs("quotas", "quotas at once", "emptied")
     def test_a_backend_that_is_emptied_is_counted_again(self) -> None:
         driver = self.start_tenants({"alice": 4, "bob": 8})
         driver.store_of("alice", range(4))

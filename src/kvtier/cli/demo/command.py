@@ -53,9 +53,7 @@ def demo(
     cpu_bytes: Annotated[str, typer.Option(help="Host memory behind the device pool.")] = "48MiB",
     tier: Annotated[
         str,
-        typer.Option(
-            help="The tier behind host memory: fs, slab, obj, valkey, mooncake, package.module:Class."
-        ),
+        typer.Option(help="The tier behind host memory: fs, obj, valkey, mooncake, package.module:Class."),
     ] = "fs",
     tier_setting: Annotated[
         list[str] | None, typer.Option(help=f"A setting of the tier, repeatable: {TIER_SETTING_FORM}.")

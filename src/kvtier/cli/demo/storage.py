@@ -1,4 +1,4 @@
-"""The storage behind the demo's tier: a directory, a file in it, or a server that the demo starts.
+"""The storage behind the demo's tier: a directory, or a server that the demo starts.
 
 A server runs under a process of its own, which is this module as a program: ``TIER DIRECTORY`` on its command line. It
 prints how a tier reaches the server as one line of JSON, and ends the server when its standard input is closed. The
@@ -28,7 +28,7 @@ from kvtier.errors import ConfigError, MissingExtraError, TierError
 from kvtier.tiering.factory import TIERS, own_setting_names
 
 CAPACITY = "1GiB"
-"""Disk space for a tier; a slab file allocates it at its start. The default demo needs a tenth of it."""
+"""Disk space for a tier. The default demo needs a tenth of it."""
 
 SERVER_BYTES = 2 * 2**30
 """Memory of a Valkey server or a Mooncake store. Untouched pages cost nothing."""
@@ -274,8 +274,8 @@ def _make_write_test(endpoint: str) -> Callable[[], bool]:
 
 
 def _locate(tier: str, folder: Path) -> Settings:
-    """Return the location settings of a tier on disk; those of a user's class are named like those of fs and slab."""
-    offered = {"root_dir": str(folder), "path": str(folder / "blocks"), "capacity_bytes": CAPACITY}
+    """Return the location settings of a tier on disk; those of a user's class are named like those of fs."""
+    offered = {"root_dir": str(folder), "capacity_bytes": CAPACITY}
     wanted = own_setting_names(TIERS.resolve(tier))
     return {name: value for name, value in offered.items() if name in wanted}
 

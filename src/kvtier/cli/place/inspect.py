@@ -217,7 +217,11 @@ def _amount_lines(summary: PlaceSummary) -> list[str]:
             "to be written over, being written, or of a crash: the next engine removes those",
         ),
         (summary.foreign, "foreign entry", "never touched"),
-        (summary.other_format, "block of another version", "left to the engine that wrote it"),
+        (
+            summary.other_format,
+            "block of another version",
+            "left to its engines; kvtier purge --older-formats removes those of older ones",
+        ),
     )
     return [
         f"{_entries(amount.num, word)}, {size_in_words(amount.num_bytes)}: {meaning}"

@@ -20,7 +20,7 @@ from kvtier.tiering.kit.place import Opener, Place, PlaceNamespace
 from kvtier.tiering.places import open_place
 
 PLACE_HELP = (
-    "A tier's own setting: a directory (fs), a file (slab), a URL such as s3://bucket, file:///folder (obj), "
+    "A tier's own setting: a directory (fs), a URL such as s3://bucket, file:///folder (obj), "
     "redis://host, valkey://host (valkey); or the tier as in secondary_tiers, as JSON, which mooncake needs: "
     '{"type": "mooncake", "master": "host:port", "allow_any_interface": true}.'
 )

@@ -41,6 +41,22 @@ BATCH_BLOCKS = 500
 """Blocks removed at a stretch: a bulk request of a store, a round trip of a server, a change of a shared count."""
 
 
+TenantOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Those of a tenant: its name in requests, or an engine's tag as kvtier inspect shows it."
+    ),
+]
+
+OlderFormatsOption = Annotated[
+    bool,
+    typer.Option(
+        "--older-formats",
+        help="Instead of blocks: files of an older kvtier that no tier reads any more, a file a block and slabs.",
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
     """What is to be removed.
@@ -72,16 +88,12 @@ def purge(
         list[str] | None,
         typer.Option(help="Those of a namespace: the beginning of its name. May be repeated."),
     ] = None,
-    tenant: Annotated[
-        str | None,
-        typer.Option(
-            help="Those of a tenant: its name in requests, or an engine's tag as kvtier inspect shows it."
-        ),
-    ] = None,
+    tenant: TenantOption = None,
     older_than: Annotated[str | None, typer.Option(help='Those not used for so long, such as "7d".')] = None,
     older_layouts: Annotated[
         bool, typer.Option("--older-layouts", help="Those of an older kvtier, which this one cannot read.")
     ] = False,
+    older_formats: OlderFormatsOption = False,
     all_blocks: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")
@@ -103,20 +115,24 @@ def purge(
     """Remove blocks from a tier's place for good. Engines that use it see misses, and go on.
 
     Give at least one of --namespace, --tenant, --older-than and --older-layouts, which narrow each other down, or
-    --all. With --instance a running engine removes its own blocks from host memory and its tiers; give --tier, --all
-    or --tenant.
+    --all, or --older-formats. With --instance a running engine removes its own blocks from host memory and its tiers;
+    give --tier, --all or --tenant.
 
     Raises:
         KVTierError: no selector, a selector that selects nothing, or the place cannot be changed.
     """
-    needs_place = bool(namespace or older_than or older_layouts or dry_run or config)
+    needs_place = bool(namespace or older_than or older_layouts or older_formats or dry_run or config)
     check_target(place, instance, tier or (), needs_place=needs_place)
     if place is None:
         purge_living(
             instance, tier or (), tenant=tenant, is_all=all_blocks, timeout_s=timeout_s, as_json=as_json
         )
         return
-    check_selectors(has_selector=bool(namespace or tenant or older_than or older_layouts), is_all=all_blocks)
+    has_selector = bool(namespace or tenant or older_than or older_layouts)
+    check_selectors(has_selector=has_selector, is_all=all_blocks, is_of_older_formats=older_formats)
+    if older_formats:
+        purge_older_formats(place, dry_run=dry_run, as_json=as_json)
+        return
     purge_place(
         place,
         namespace or [],
@@ -188,6 +204,22 @@ def purge_place(
     typer.echo(f"{verb} {counted(removed.num, 'block')}, {size}, in {duration_in_words(took_s)}")
 
 
+def purge_older_formats(place: str, *, dry_run: bool, as_json: bool) -> None:
+    """Remove from a place what older versions wrote into files that no tier reads any more.
+
+    Raises:
+        KVTierError: the place cannot be changed.
+    """
+    with opened(place, None) as found:
+        removed = found.remove_older_formats(is_dry_run=dry_run)
+    if as_json:
+        report = {"files": removed.num, "bytes": removed.num_bytes, "dry_run": dry_run}
+        typer.echo(json.dumps(report, indent=1))
+        return
+    verb = "would remove" if dry_run else "removed"
+    typer.echo(f"{verb} {counted(removed.num, 'file')} of older versions, {size_in_words(removed.num_bytes)}")
+
+
 def require_times(place: Place) -> None:
     """Refuse to choose by age where blocks have none. Pure.
 
@@ -206,15 +238,17 @@ def say_left_out(known: Sequence[PlaceNamespace], names: Collection[str] | None,
         typer.echo(f"left as they are: {line}", err=True)
 
 
-def check_selectors(*, has_selector: bool, is_all: bool) -> None:
+def check_selectors(*, has_selector: bool, is_all: bool, is_of_older_formats: bool = False) -> None:
     """Refuse a command that does not say what to remove, or says it twice. Pure.
 
     Raises:
-        ConfigError: neither a selector nor ``--all``, or both.
+        ConfigError: no selector, or one beside ``--all`` or ``--older-formats``.
     """
-    if not has_selector and not is_all:
+    if is_of_older_formats and (has_selector or is_all):
+        raise ConfigError("--older-formats", value=True, remedy="goes with no other selector: leave one out")
+    if not has_selector and not is_all and not is_of_older_formats:
         remedy = (
-            "say what to remove: --namespace, --tenant, --older-than or --older-layouts; "
+            "say what to remove: --namespace, --tenant, --older-than, --older-layouts or --older-formats; "
             "to remove every block, --all"
         )
         raise ConfigError("--all", value=False, remedy=remedy)

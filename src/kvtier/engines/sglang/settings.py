@@ -36,7 +36,7 @@ def _tier(name: str, value: object) -> Mapping[str, Any]:  # Any: each tier chec
         raise ConfigError(name, value, 'must be a tier with its settings: {"type": "fs", "root_dir": ...}')
     checked = check_tier_config(value)
     if not issubclass(checked.tier_class, ThreadedTier):
-        remedy = "has no threads that SGLang's could wait for: take fs, valkey, obj or slab"
+        remedy = "has no threads that SGLang's could wait for: take fs, valkey or obj"
         raise ConfigError("type", value.get("type"), remedy)
     for one in fields(TierSettings):
         given = getattr(checked.settings, one.name)

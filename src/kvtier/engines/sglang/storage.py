@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
@@ -269,10 +268,7 @@ class KVTierStorage(HiCacheStorage):
     def _open_store(self, name: str, pool: HostPool, pages: Pages, *, is_values: bool = False) -> PoolStore:
         part = describe_part(self._storage_config, pool, name)
         config = make_pool_config(self._settings, self._model, pool, pages, name, part)
-        tier_config = dict(self._settings.tier)
-        if tier_config["type"] == "slab":
-            tier_config = self._own_slab(tier_config, name, is_replicated=part.is_replicated)
-        tier = create_secondary_tier(tier_config, pages.rows, config)
+        tier = create_secondary_tier(self._settings.tier, pages.rows, config)
         assert isinstance(tier, ThreadedTier), "the settings are checked"
         try:
             tier.check_reachable()
@@ -285,17 +281,6 @@ class KVTierStorage(HiCacheStorage):
             "pool %s: %s of %d bytes in tier %s", name, pages.form, pages.page_bytes, tier.get_tier_type()
         )
         return PoolStore(VALUES if is_values else name, None if is_values else pool, pages, tier, self._clock)
-
-    def _own_slab(self, tier_config: dict[str, Any], name: str, *, is_replicated: bool) -> dict[str, Any]:
-        """Return the settings of a slab with the file of this rank and pool: no two tiers use one file."""
-        rank = self._rank()
-        if is_replicated and self._storage_config.tp_size > 1:
-            remedy = (
-                "is one process's own, and the ranks of this model share their pages: take fs, valkey or obj"
-            )
-            raise ConfigError("type", "slab", remedy)
-        path = str(tier_config.get("path", "")).replace("{rank}", str(rank)).replace("{pool}", name)
-        return tier_config | {"path": path}
 
     def _rank(self) -> int:
         """Return the number of this process among those of the engine."""

@@ -66,7 +66,7 @@ def name_hit_sources(tokens_by_medium: Mapping[str, int]) -> HitSources:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
     except ImportError:
         return {}
-    known = {"CPU": CacheHitSource.HOST, "fs": CacheHitSource.DISK, "slab": CacheHitSource.DISK}
+    known = {"CPU": CacheHitSource.HOST, "fs": CacheHitSource.DISK}
     named: HitSources = {}
     for medium, num_tokens in tokens_by_medium.items():
         source = known.get(medium, CacheHitSource.EXTERNAL_UNSPECIFIED)

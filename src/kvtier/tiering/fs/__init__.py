@@ -1,4 +1,4 @@
-"""The secondary tier on a file system: one file per block in a directory that several engines may share."""
+"""The tier of local disks: packs of equal slots, each written by one process and read by all."""
 
 from kvtier.tiering.fs.tier import FSTier
 

@@ -1,220 +1,485 @@
-"""The tier's directory, made ready: folders, permissions, what its file system can do.
+"""The directory of packs: makes, opens, adopts, lists and removes them, and keeps them within a capacity.
 
-Whether the directory can be written is found out once, by writing, because permissions alone do not say it.
+What they take is what the disk says, and processes change it one at a time, under ``ROOT/.lock``. A pack has all of its
+room, and that of its journal, before the lock is given back. A pack without an owner is removed where room is needed:
+its bytes go before its name, because a reader that is stopped keeps the file open.
 """
 
+import errno
+import itertools
 import logging
+import os
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
+import shlex
+import stat
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
-from kvtier.base import OffloadKey, get_offload_tenant
-from kvtier.errors import ConfigError, PlaceError
-from kvtier.tiering.fs.block_file import BlockFiles
-from kvtier.tiering.fs.expiry import BlockExpiry
-from kvtier.tiering.fs.file_support import FileSupport, detect_file_support
-from kvtier.tiering.fs.folders import TEMPORARY_NAME, TENANTS_NAME, USAGE_NAME, make_root
-from kvtier.tiering.fs.permissions import find_refusal
-from kvtier.tiering.fs.settings import FSSettings, explain_shrinking
-from kvtier.tiering.fs.shared_usage import SharedUsage, read_record
-from kvtier.tiering.fs.system import FileStatus, Owner, SystemCalls, current_owner
-from kvtier.tiering.fs.tenant_usage import UNREPORTED_SHARE, Excesses, TenantUsage
-from kvtier.tiering.kit.backend import Counters
-from kvtier.tiering.kit.disk import ALIGNMENT_BYTES, Durability, is_aligned
-from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
-from kvtier.tiering.kit.health import OutageLog
-from kvtier.tiering.kit.lifetime import make_lifetime
+from kvtier.tiering.fs.directory_lock import DirectoryLock
+from kvtier.tiering.fs.file_systems import refusal, require_unshared, try_file_system
+from kvtier.tiering.fs.pack import Pack, PackFiles, page_of, read_boot
+from kvtier.tiering.fs.pack_files import (
+    JOURNAL_SUFFIX,
+    NAMESPACE_NAME,
+    NEW_SUFFIX,
+    PACK_NAME,
+    PACK_SUFFIX,
+    TEMPORARY_SUFFIX,
+    FoundPack,
+    list_all_packs,
+    list_older_blocks,
+    list_packs,
+)
+from kvtier.tiering.fs.pack_header import (
+    OwnerMark,
+    PackHeader,
+    disk_bytes_of,
+    plan_geometry,
+)
+from kvtier.tiering.fs.system_calls import (
+    PRIVATE_MODE,
+    REAL_CALLS,
+    SystemCalls,
+    open_regular,
+    transfer,
+)
+from kvtier.tiering.kit.backend import allocate_page
+from kvtier.tiering.kit.disk import ALIGNMENT_BYTES
 from kvtier.tiering.kit.mount import MountPoint
+from kvtier.tiering.kit.private_folders import find_refusal, judge, make_folder, make_folders
+from kvtier.tiering.kit.siblings import amount_in_words
 
 logger = logging.getLogger(__name__)
 
-COUNTER_NAMES = (
-    "hits", "loaded_bytes", "absent", "damaged", "foreign", "io_error",
-    "stored_blocks", "stored_bytes", "declined", "store_errors", "evicted_blocks", "evicted_bytes",
-)  # fmt: skip
-"""Counts that are there from the beginning; the first row is about loads, with the reasons of misses."""
+RELEASED_NAME = ".released"
+
+SETTLED_NS = 50_000_000
+"""Nanoseconds after which a folder's time of change is taken for that of no later change: the file system's clock ticks
+every 10 ms at most. Fewer overlook a pack; more list folders that did not change."""
+
+_numbers = itertools.count(1)
 
 
-@dataclass(frozen=True, slots=True)
-class FSDirectory:
-    """A directory that is ready, with what the store and the evictor share.
+class PackStatus(NamedTuple):
+    """A pack in the directory.
 
     Attributes:
-        root: the directory.
-        file_mode: permissions of files in it.
-        block_bytes: length of a block's file.
-        has_direct_io: whether blocks bypass the page cache.
-        files: reads, publishes and removes them.
-        usage: the shared count of bytes.
-        owner: this process.
-        counters: what happened.
-        clock: seconds, monotonic.
-        wall_clock: seconds since 1970, comparable with the file system's times.
-        expiry: which blocks are over; None: none ever is.
-        tenants: what tenants keep, where they have quotas.
-        mount: where its file system is mounted.
-        device: number of its file system at the start.
-        outage: says once that the directory cannot be used.
-        full_disk: says once that the disk is full.
+        namespace_name: of its namespace.
+        name: of its file.
+        num_bytes: what it takes of the disk, with its journal.
+        used_s: when it was last written, or read by a process that does not own it; seconds since 1970.
+        is_owned: whether a process owns it, or it cannot be said.
     """
 
-    root: Path
-    file_mode: int
-    block_bytes: int
-    has_direct_io: bool
-    files: BlockFiles
-    usage: SharedUsage
-    owner: Owner
-    counters: Counters
-    clock: Callable[[], float]
-    wall_clock: Callable[[], float]
-    mount: MountPoint
-    device: int
-    outage: OutageLog
-    full_disk: OutageLog
-    expiry: BlockExpiry | None = None
-    tenants: TenantUsage | None = None
+    namespace_name: str
+    name: str
+    num_bytes: int
+    used_s: float
+    is_owned: bool
 
-    def remove_block(self, key: OffloadKey, path: str, status: FileStatus | None = None) -> None:
-        """Remove a block's file and count it out; with ``status`` only if it is still the file that had it.
+
+class PackDirectory:
+    """The packs below a directory, as one tier of one process sees them. Thread: any.
+
+    Args:
+        root: the directory.
+        row_bytes: length of a block.
+        capacity_bytes: what all packs of all namespaces may take.
+        file_mode: permissions of files.
+        direct_io: whether slots shall bypass the page cache.
+        pack_bytes: about the length of a pack; None: a part of the capacity.
+        process: name of this tier in owners' marks.
+        calls: the system.
+        clock: seconds, monotonic.
+        pause: waits so many seconds.
+
+    Attributes:
+        geometry: of new packs.
+        has_direct_io: whether slots bypass the page cache, known when the directory is ready.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        row_bytes: int,
+        capacity_bytes: int,
+        *,
+        process: str,
+        file_mode: int = PRIVATE_MODE,
+        direct_io: bool = False,
+        pack_bytes: int | None = None,
+        calls: SystemCalls = REAL_CALLS,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.root = root
+        self.capacity_bytes = capacity_bytes
+        self.file_mode = file_mode
+        self.geometry = plan_geometry(row_bytes, capacity_bytes, pack_bytes)
+        self.has_direct_io = direct_io and row_bytes % ALIGNMENT_BYTES == 0
+        self._files = PackFiles(calls, file_mode, process, clock)
+        self._calls = calls
+        self._mount = MountPoint(root)
+        self._lock = DirectoryLock(root, calls, file_mode, clock, pause)
+        self._seen_ns: dict[str, int | None] = {}
+        self._older = (0, 0)
+
+    def make_ready(self) -> None:
+        """Make the directory, find out what its file system can do, and count blocks of older versions.
+
+        Raises:
+            PlaceError: it cannot be written, others may write to it, or packs cannot be kept in its file system.
+        """
+        require_unshared(self.root, self._calls)
+        try:
+            make_folders(self.root, self.file_mode)
+            reason = find_refusal(self.root, self.file_mode)
+            if reason is None:
+                probe = self.root / f"{self._files.process}{NEW_SUFFIX}"
+                can_bypass_cache = try_file_system(probe, self.file_mode, self._calls)
+                self.has_direct_io = self.has_direct_io and can_bypass_cache
+        except OSError as error:
+            reason = f"cannot be written ({error}): give a directory that this user may write"
+            raise refusal(self.root, reason) from error
+        if reason is not None:
+            raise refusal(self.root, reason)
+        num_older, older_bytes = self.older_formats()
+        if num_older:
+            logger.warning(
+                "tier fs: %s has %d blocks of an older version, a file each, which take %s and are not read; to remove "
+                "them: kvtier purge %s --older-formats",
+                self.root,
+                num_older,
+                amount_in_words(older_bytes),
+                shlex.quote(str(self.root)),
+            )
+
+    def find_refusal(self) -> str | None:
+        """Return why the directory must not be used now; None where it may, or is missing and may be made."""
+        if self._mount.is_away():
+            return f"nothing is mounted at {self._mount.path} any more"
+        return find_refusal(self.root, self.file_mode)
+
+    def locked(self) -> AbstractContextManager[bool]:
+        """Hold ``ROOT/.lock``, not twice in one thread; gives False when another process has kept it for a second.
+
+        Raises:
+            OSError: the directory is gone or cannot be written.
+        """
+        return self._lock.held()
+
+    def folder_of(self, namespace_name: str) -> Path:
+        """Return the folder of a namespace. Pure."""
+        return self.root / namespace_name
+
+    def make_folder(self, namespace_name: str) -> Path:
+        """Make the folder of a namespace unless it is there, and return it.
 
         Raises:
             OSError: the system refused.
         """
-        num_bytes = self.files.remove(path, status)
-        self.usage.remove(num_bytes)
-        if self.tenants is not None:
-            self.tenants.remove(get_offload_tenant(key), num_bytes)
+        assert NAMESPACE_NAME.fullmatch(namespace_name), "a namespace has a name of 32 hex digits"
+        folder = self.folder_of(namespace_name)
+        make_folder(folder, self.file_mode)
+        return folder
 
-    def find_refusal(self) -> str | None:
-        """Return why the directory must not be used now; None where it may, or is missing and may be made."""
-        if self.mount.is_away():
-            return f"nothing is mounted at {self.mount.path} any more"
-        return find_refusal(self.root, self.file_mode)
+    def names(self, namespace_name: str) -> set[str]:
+        """Return the names of the packs of a namespace."""
+        return {found.path().name for found in list_packs(self.folder_of(namespace_name)) if found.is_whole}
+
+    def changed(self, namespace_name: str) -> bool:
+        """Return whether packs of a namespace may have come or gone since the last call; one call of ``stat``."""
+        try:
+            changed_ns = self.folder_of(namespace_name).stat().st_mtime_ns
+        except OSError:
+            changed_ns = 0
+        if self._seen_ns.get(namespace_name, -1) == changed_ns:
+            return False
+        # Two changes within one tick of the file system's clock have one time.
+        is_settled = time.time_ns() - changed_ns > SETTLED_NS
+        self._seen_ns[namespace_name] = changed_ns if is_settled else None
+        return True
+
+    def open(self, namespace_name: str, name: str, *, has_own_rows: bool = True) -> Pack | None:
+        """Open a pack for reading; None where it is gone, damaged or not of this kind.
+
+        Args:
+            namespace_name: whose it is.
+            name: of its file.
+            has_own_rows: whether its blocks must be as long as this tier's.
+        """
+        path = self.folder_of(namespace_name) / name
+        with suppress(OSError):
+            fd = self._open(path, os.O_RDONLY)
+            return self._as_pack(path, fd, is_own=False, has_own_rows=has_own_rows)
+        return None
+
+    def adopt(self, namespace_name: str, name: str, *, has_own_rows: bool = True) -> Pack | None:
+        """Become the owner of a pack, as ``open``; None also where it has one."""
+        path = self.folder_of(namespace_name) / name
+        with suppress(OSError), self.locked() as is_held:
+            if is_held and (fd := self._lock_pack(path)) is not None:
+                return self._as_pack(path, fd, is_own=True, has_own_rows=has_own_rows)
+        return None
+
+    def create(self, namespace_name: str, limit_bytes: int, *, may_remove: bool) -> Pack | None:
+        """Make a pack and own it; None where there is no room, or another process keeps the directory's lock.
+
+        Args:
+            namespace_name: whose pack it is; its folder is made if it is missing.
+            limit_bytes: what all packs of all namespaces may take.
+            may_remove: whether packs without an owner may be removed, those of released namespaces and those unused for
+                longest first. None is where that would not make enough room.
+
+        Raises:
+            OSError: the system refused, or the disk is full.
+        """
+        with self.locked() as is_held:
+            if not is_held or not self._make_room(
+                limit_bytes - disk_bytes_of(self.geometry), may_remove=may_remove
+            ):
+                return None
+            folder = self.make_folder(namespace_name)
+            with suppress(FileNotFoundError):
+                self._calls.unlink(str(folder / RELEASED_NAME))
+            path = folder / f"{secrets.token_hex(8)}{PACK_SUFFIX}"
+            pack = self._make(path)
+        # It has its room, which is what the lock is for; the device may take long.
+        try:
+            pack.sync()
+            self._calls.rename(str(path.with_suffix(NEW_SUFFIX)), str(path))
+            self._calls.sync_folder(str(folder))
+            self._calls.sync_folder(str(self.root))
+        except OSError:
+            pack.close()
+            with suppress(OSError):
+                self._unlink(path, PACK_SUFFIX, NEW_SUFFIX, JOURNAL_SUFFIX)
+            raise
+        return pack
+
+    def remove(self, pack: Pack) -> None:
+        """Remove an own pack, and close it. A reader that is stopped keeps none of its bytes.
+
+        Raises:
+            OSError: the system refused.
+        """
+        try:
+            if not pack.is_lost():
+                self._remove(pack.path)
+        finally:
+            pack.close()
+
+    def remove_folder(self, namespace_name: str, names_beside: Collection[str]) -> bool:
+        """Remove the folder of a namespace and what dead processes have left in it; False while there is more.
+
+        Args:
+            namespace_name: the namespace.
+            names_beside: of files that go with it.
+
+        Raises:
+            OSError: the system refused.
+        """
+        folder = self.folder_of(namespace_name)
+        with self.locked() as is_held:
+            if not is_held or not stat.S_ISDIR(folder.lstat().st_mode):
+                return False  # what is behind a link is not the tier's
+            if [found for found in list_packs(folder) if not self._is_abandoned(found)]:
+                return False
+            if not {path.name for path in folder.iterdir()} <= {RELEASED_NAME, *names_beside}:
+                return False
+            for name in (RELEASED_NAME, *names_beside):
+                with suppress(FileNotFoundError):
+                    self._calls.unlink(str(folder / name))
+            folder.rmdir()
+            return True
+
+    def release(self, namespace_name: str) -> None:
+        """Have packs of a namespace be the first to go when they have no owner, as after a reset.
+
+        Raises:
+            OSError: the system refused.
+        """
+        path = self.folder_of(namespace_name) / RELEASED_NAME
+        os.close(open_regular(self._calls, path, os.O_WRONLY | os.O_CREAT, self.file_mode))
+
+    def list_packs(self) -> list[PackStatus]:
+        """Return the packs of all namespaces. While another process keeps the lock all count as owned.
+
+        Raises:
+            OSError: the directory is gone or cannot be written.
+        """
+        with self.locked() as is_held:
+            return [
+                PackStatus(
+                    found.folder.name,
+                    found.path().name,
+                    found.num_bytes,
+                    found.used_s,
+                    not is_held or self._is_owned(found.path()),
+                )
+                for found in list_all_packs(self.root)
+                if found.is_whole
+            ]
+
+    def used_bytes(self) -> int:
+        """Return what all packs take of the disk, and blocks of older versions as last counted."""
+        return sum(found.num_bytes for found in list_all_packs(self.root)) + self._older[1]
+
+    def older_formats(self) -> tuple[int, int]:
+        """Count the blocks of a version that kept a file a block; return how many, and the bytes they take."""
+        sizes = list(list_older_blocks(self.root))
+        self._older = len(sizes), sum(sizes)
+        return self._older
+
+    def close_in_child(self) -> None:
+        """Close what a forked child has of the directory; its packs are closed one by one."""
+        self._lock.close_in_child()
+
+    # Packs
+
+    def _open(self, path: Path, flags: int) -> int:
+        """Open a pack, or make it, in a folder that no other user may change."""
+        found = path.parent.lstat()
+        if not stat.S_ISDIR(found.st_mode) or judge(found, self.file_mode, os.geteuid(), os.getegid()):
+            raise PermissionError(errno.EPERM, "is no folder of this user alone", str(path.parent))
+        if path.suffix not in {PACK_SUFFIX, NEW_SUFFIX} or not PACK_NAME.fullmatch(
+            f"{path.stem}{PACK_SUFFIX}"
+        ):
+            raise FileNotFoundError(errno.ENOENT, "no pack has such a name", str(path))
+        direct = os.O_DIRECT if self.has_direct_io else 0
+        return open_regular(self._calls, path, flags | direct, self.file_mode)
+
+    def _as_pack(self, path: Path, fd: int, *, is_own: bool, has_own_rows: bool = True) -> Pack | None:
+        """Return the pack in an open file, None where it is damaged or not of this kind; then the file is closed."""
+        with suppress(OSError):
+            page = allocate_page()
+            header = PackHeader.unpack(bytes(page[: self._calls.preadv(fd, [page], 0)]))
+            # A header may be forged: a pack has no more slots than its file has room for.
+            if (
+                header is not None
+                and header.namespace.hex() == path.parent.name
+                and (not has_own_rows or header.geometry.row_bytes == self.geometry.row_bytes)
+                and header.geometry.file_bytes <= os.fstat(fd).st_size
+            ):
+                return Pack(path, fd, header, next(_numbers), is_own=is_own, files=self._files)
+        os.close(fd)
+        return None
+
+    def _make(self, path: Path) -> Pack:
+        """Make a pack under a temporary name, with all the room that it will take. ``.lock`` is held."""
+        namespace = bytes.fromhex(path.parent.name)
+        header = PackHeader(self.geometry, secrets.token_bytes(16), namespace)
+        mark = OwnerMark(read_boot(), self._files.process, bytes(16), is_closed=True)
+        pages = [page_of(header.pack()), page_of(mark.pack())]
+        fd = self._open(path.with_suffix(NEW_SUFFIX), os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        try:
+            self._calls.try_lock(fd)
+            self._calls.fallocate(fd, 0, 0, self.geometry.file_bytes)
+            transfer(self._calls.pwritev, fd, pages, 0)
+            return Pack(path, fd, header, next(_numbers), is_own=True, files=self._files)
+        except BaseException:
+            os.close(fd)
+            with suppress(OSError):
+                self._unlink(path, NEW_SUFFIX, JOURNAL_SUFFIX)
+            raise
+
+    def _lock_pack(self, path: Path) -> int | None:
+        """Return an open pack whose lock this process now holds, None where another has it. ``.lock`` is held."""
+        fd = self._open(path, os.O_RDWR)
+        try:
+            if self._calls.try_lock(fd) and os.path.samestat(os.fstat(fd), path.lstat()):
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+        return None
+
+    def _is_owned(self, path: Path) -> bool:
+        """Return whether a process owns a pack, or that cannot be found out. ``.lock`` is held."""
+        try:
+            fd = self._lock_pack(path)
+        except OSError:
+            return True
+        if fd is not None:
+            os.close(fd)
+        return fd is None
+
+    # Room
+
+    def _make_room(self, room_bytes: int, *, may_remove: bool) -> bool:
+        """Remove what dead processes left, then packs without an owner, until the rest takes ``room_bytes``.
+
+        Returns whether it does; no pack is removed where that would not be enough. ``.lock`` is held.
+        """
+        found = [one for one in list_all_packs(self.root) if not self._is_abandoned(one)]
+        excess_bytes = sum(one.num_bytes for one in found) + self._older[1] - room_bytes
+        victims: list[tuple[Path, int]] = []
+        try:
+            for one in _oldest_first(found) if may_remove else ():
+                if excess_bytes <= 0:
+                    break
+                with suppress(OSError):
+                    if (fd := self._lock_pack(one.path())) is not None:
+                        victims.append((one.path(), fd))
+                        excess_bytes -= one.num_bytes
+            if excess_bytes > 0:
+                return False
+            for path, _ in victims:
+                self._remove(path)
+            return True
+        finally:
+            for _, fd in victims:
+                os.close(fd)
+
+    def _is_abandoned(self, found: FoundPack) -> bool:
+        """Return whether the files are what a dead process has left of a pack; then they are removed."""
+        path = found.path()
+        if found.is_whole and found.files[PACK_SUFFIX].st_size:
+            return False
+        with suppress(OSError):
+            if found.is_whole or NEW_SUFFIX in found.files:
+                is_abandoned = not self._is_owned(path if found.is_whole else found.path(NEW_SUFFIX))
+            else:
+                # In this order: the pack may have got its name since the folder was listed.
+                is_abandoned = not found.path(NEW_SUFFIX).exists() and not path.exists()
+            if is_abandoned:
+                self._unlink(path, *found.files)
+            return is_abandoned
+        return False
+
+    def _remove(self, path: Path) -> None:
+        """Remove a pack that this process has locked."""
+        fd = self._open(path, os.O_RDWR)
+        try:
+            self._calls.truncate(fd, 0)
+        finally:
+            os.close(fd)
+        self._unlink(path, PACK_SUFFIX, JOURNAL_SUFFIX, TEMPORARY_SUFFIX)
+
+    def _unlink(self, path: Path, *suffixes: str) -> None:
+        """Remove files of a pack, as many of them as can be.
+
+        Raises:
+            OSError: one is still there.
+        """
+        failure: OSError | None = None
+        for suffix in suffixes:
+            try:
+                self._calls.unlink(str(path.with_suffix(suffix)))
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                failure = error
+        if failure is not None:
+            raise failure
 
 
-def open_directory(
-    settings: FSSettings,
-    rows: memoryview,
-    calls: SystemCalls,
-    clock: Callable[[], float],
-    wall_clock: Callable[[], float],
-    excesses: Excesses | None = None,
-) -> FSDirectory:
-    """Make the directory ready for rows such as these.
-
-    Args:
-        settings: where it is and who may read it.
-        rows: shape (num_blocks, row_stride).
-        calls: the system.
-        clock: seconds, monotonic.
-        wall_clock: seconds since 1970.
-        excesses: compares what tenants keep with their quotas; None: they have none.
-
-    Raises:
-        ConfigError: it cannot be written, others may write to it, it holds more than twice the capacity, or direct I/O
-            is insisted on and impossible.
-    """
-    require_private(settings)
-    owner = current_owner()
-    temporary_path = settings.root_dir / TEMPORARY_NAME
-    try:
-        make_root(settings.root_dir, settings.file_mode)
-        scratch_path = temporary_path / f"{owner}-{secrets.token_hex(8)}"
-        support = detect_file_support(settings.root_dir, scratch_path, settings.file_mode, calls)
-    except OSError as error:
-        remedy = f"cannot be written ({error}): give a directory that this user may write"
-        raise PlaceError("root_dir", str(settings.root_dir), remedy) from error
-    require_private(settings)
-    require_no_shrinking(settings, owner, wall_clock())
-    support = choose_support(settings, support, are_rows_aligned=is_aligned(rows))
-    lifetime = make_lifetime(settings.ttl_s)
-    files = BlockFiles(
-        support,
-        temporary_path,
-        owner,
-        settings.file_mode,
-        calls,
-        wall_clock,
-        keeps_modified=lifetime is not None,
-    )
-    usage_path = settings.root_dir / USAGE_NAME
-    where = f"tier fs at {settings.root_dir}"
-    outage = OutageLog(where)
-    block_bytes = HEADER_PAGE_BYTES + (rows.shape or (0, 0))[1]
-    tenants = None
-    if excesses is not None:
-        tenants_path = settings.root_dir / TENANTS_NAME
-        unreported_bytes = settings.capacity_bytes // UNREPORTED_SHARE
-        tenants = TenantUsage(
-            tenants_path, settings.file_mode, block_bytes, excesses, outage, unreported_bytes
-        )
-    return FSDirectory(
-        root=settings.root_dir,
-        file_mode=settings.file_mode,
-        block_bytes=block_bytes,
-        has_direct_io=support.has_direct_io,
-        files=files,
-        usage=SharedUsage(usage_path, owner, settings.capacity_bytes, settings.file_mode, wall_clock, outage),
-        owner=owner,
-        counters=Counters(*COUNTER_NAMES),
-        clock=clock,
-        wall_clock=wall_clock,
-        mount=MountPoint(settings.root_dir),
-        device=settings.root_dir.stat().st_dev,
-        outage=outage,
-        full_disk=OutageLog(where),
-        expiry=None if lifetime is None else BlockExpiry(lifetime, wall_clock, clock),
-        tenants=tenants,
-    )
-
-
-def require_private(settings: FSSettings) -> None:
-    """Refuse a directory that others may change.
-
-    Raises:
-        ConfigError: they may; the message says what to do.
-    """
-    for folder in (settings.root_dir, settings.root_dir / TEMPORARY_NAME):
-        refusal = find_refusal(folder, settings.file_mode)
-        if refusal is not None:
-            raise PlaceError("root_dir", str(folder), refusal)
-
-
-def require_no_shrinking(settings: FSSettings, here: Owner, now_s: float) -> None:
-    """Refuse to empty in silence what other engines have stored, or will store, by a capacity that counts for all.
-
-    Raises:
-        ConfigError: the capacity is less than half of theirs, and ``allow_shrink`` is not set.
-    """
-    if settings.allow_shrink:
-        return
-    record = read_record(settings.root_dir / USAGE_NAME)
-    reason = explain_shrinking(settings.capacity_bytes, record, here, now_s)
-    if reason is not None:
-        raise PlaceError("capacity_bytes", settings.capacity_bytes, reason)
-
-
-def choose_support(settings: FSSettings, found: FileSupport, *, are_rows_aligned: bool) -> FileSupport:
-    """Decide how blocks are written, given what the file system can do; logs once what it lacks.
-
-    Raises:
-        ConfigError: direct I/O is insisted on and impossible.
-    """
-    reason = None
-    if not found.has_direct_io:
-        reason = f"the file system of {settings.root_dir} refuses it"
-    elif not are_rows_aligned:
-        reason = (
-            f"rows of the primary tier are not multiples of {ALIGNMENT_BYTES} bytes in address and length"
-        )
-    if reason is not None and settings.direct_io:
-        raise ConfigError("direct_io", value=True, remedy=f'{reason}: say "auto" to go without')
-    if reason is not None and settings.direct_io is None:
-        logger.info("tier fs: no direct I/O, %s; blocks go through the page cache", reason)
-    if not found.has_unnamed_files:
-        logger.info("tier fs: %s has no unnamed files; a crash leaves temporary ones", settings.root_dir)
-    has_direct_io = reason is None and settings.direct_io is not False
-    is_durable = settings.durability is Durability.FDATASYNC
-    return FileSupport(has_direct_io, found.has_unnamed_files, is_durable=is_durable)
+def _oldest_first(found: Sequence[FoundPack]) -> list[FoundPack]:
+    """Return the packs in the order in which they are removed: of released namespaces, then unused for longest."""
+    released = {folder for folder in {one.folder for one in found} if (folder / RELEASED_NAME).exists()}
+    packs = [one for one in found if one.is_whole]
+    return sorted(packs, key=lambda one: (one.folder not in released, one.used_s))

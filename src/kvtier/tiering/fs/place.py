@@ -1,48 +1,54 @@
-"""A directory of the fs tier without an engine: what is in it, whether it is whole, and its removal.
+"""A directory of packs without an engine: what is in it, whether it is whole, and its removal.
 
-Engines may use the directory meanwhile. Their shared count stays right: what is about to be removed is announced in it,
-as any process does that removes while another one counts. An engine finds removed files gone, which is a miss; it
-notices within a second that a folder is gone, and forgets what was in it.
-
-The file of an evicted block is written over and gets another name. A file that does not pass its check is therefore
-read again, by its name: only one that fails twice, and is the same file, is damaged.
+Blocks are what the journals say. Engines may use the directory meanwhile: a slot is written over after its journal has
+said that it holds nothing. So a block that does not pass its check is damaged only if the journal, read afterwards,
+still says that the slot holds it, and a second reading fails as well. An engine finds removed blocks gone, a miss.
 """
 
 import os
+import secrets
 import shutil
 import stat
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
-from kvtier.base import OffloadKey, get_offload_tenant
-from kvtier.errors import ConfigError, TierError
+from kvtier.errors import ConfigError, NamespaceDocumentError, PlaceError, TierError
+from kvtier.namespace import parse_document
 from kvtier.settings import parse_settings
-from kvtier.tiering.fs.file_check import FileCheck, check_file
-from kvtier.tiering.fs.folders import (
-    FOLDER_PATTERNS,
-    LOCK_NAME,
-    NAMES_BESIDE_BLOCKS,
-    NAMESPACE_DOCUMENT_NAME,
+from kvtier.tiering.fs import purge_requests
+from kvtier.tiering.fs.directory import PackDirectory
+from kvtier.tiering.fs.directory_lock import LOCK_NAME
+from kvtier.tiering.fs.documents import (
+    DOCUMENT_NAME,
+    MAX_DOCUMENT_BYTES,
     PAGE_NAME,
-    TEMPORARY_NAME,
-    TENANTS_NAME,
-    USAGE_NAME,
-    BlockFile,
-    namespace_of,
-    parse_block_name,
-    read_document,
-    walk_blocks,
+    list_namespaces,
+    read_beside,
 )
-from kvtier.tiering.fs.permissions import find_refusal
-from kvtier.tiering.fs.settings import NO_LIMIT_BYTES, FSSettings, explain_shrinking
-from kvtier.tiering.fs.shared_usage import SharedUsage, UsageRecord, read_record
-from kvtier.tiering.fs.system import Owner, current_owner
-from kvtier.tiering.fs.tenant_usage import forget_table
+from kvtier.tiering.fs.file_systems import require_unshared
+from kvtier.tiering.fs.notes import NOTES_SUFFIX, OthersNotes
+from kvtier.tiering.fs.pack_files import (
+    NAMESPACE_NAME,
+    NEW_SUFFIX,
+    STAT_BLOCK_BYTES,
+    TEMPORARY_SUFFIX,
+    FoundPack,
+    list_all_packs,
+    list_older_blocks,
+    list_older_folders,
+    list_packs,
+    older_blocks_in,
+)
+from kvtier.tiering.fs.pack_view import PackReader, PackView
+from kvtier.tiering.fs.removal import BlockRemoval, describe_process
+from kvtier.tiering.fs.settings import PackSettings, explain_shrinking
+from kvtier.tiering.fs.system_calls import PRIVATE_MODE, REAL_CALLS
 from kvtier.tiering.kit.place import (
     FAULTS_OF_PLACE,
+    NOTHING,
     Amount,
     BlockState,
     Place,
@@ -51,112 +57,172 @@ from kvtier.tiering.kit.place import (
     PlaceSummary,
     TierFinding,
 )
+from kvtier.tiering.kit.private_folders import find_refusal
 
 TIER_TYPE = "fs"
 
+NO_LIMIT_BYTES = 2**63 - 1
+
 MAX_ATTEMPTS = 3
-"""Readings of a name that leads to another file each time: an engine evicts the block and stores it again all the
-time. More would read it for ever."""
+"""Readings of a slot to which the same block returns each time. More would read it for ever."""
 
-OWN_NAMES = frozenset({LOCK_NAME, USAGE_NAME, TENANTS_NAME, TEMPORARY_NAME})
+OWN_NAMES = frozenset({LOCK_NAME, purge_requests.FILE_NAME, purge_requests.TEMPORARY_NAME})
+
+OLDER_NAMES = frozenset({".usage", ".tenants"})
+OLDER_TEMPORARY_NAME = "tmp"
+"""What the tier that kept a file a block has beside its blocks."""
+
+OLDER_SLAB_MAGIC = b"kvtier-slab\r\n\x1a\n\xf3"
+"""What the file of the slab tier of older versions begins with."""
 
 
-class FSPlace(Place):
+class PackPlace(Place):
     """The directory of one or more engines.
 
     Args:
         root: an existing directory of the tier.
+        file_mode: permissions of files in it, which say whether those of other users count.
+        clock: seconds, monotonic.
+        pause: waits so many seconds.
     """
 
     tier: ClassVar[str] = TIER_TYPE
 
-    def __init__(self, root: Path) -> None:
+    def __init__(
+        self,
+        root: Path,
+        file_mode: int = PRIVATE_MODE,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
         super().__init__(str(root))
         self._root = root
-        self._usage: SharedUsage | None = None
+        process = f"{os.getpid()}x{secrets.token_hex(4)}"
+        self._directory = PackDirectory(
+            root, 1, NO_LIMIT_BYTES, process=process, file_mode=file_mode, clock=clock, pause=pause
+        )
+        self._notes = OthersNotes(root, process, file_mode=file_mode)
+        self._reader = PackReader(self._directory)
+        self._removal = BlockRemoval(TIER_TYPE, self._directory, self._reader, self._notes, clock, pause)
+        self._other_format = NOTHING
 
     def namespaces(self) -> list[PlaceNamespace]:
-        found = [path for path in self._list_root() if FOLDER_PATTERNS[0].fullmatch(path.name)]
-        folders = [path for path in sorted(found) if path.is_dir() and not path.is_symlink()]
-        return [PlaceNamespace(path.name, read_document(path)) for path in folders]
+        self._list_root()
+        return [PlaceNamespace(name, self._document(name)) for name in sorted(list_namespaces(self._root))]
 
     def blocks(self, namespaces: Collection[str] | None = None) -> Iterator[PlaceBlock]:
-        # A folder that cannot be read is no empty one; engines pass it over, as they share the directory.
-        for path in self._list_root():
-            if FOLDER_PATTERNS[0].fullmatch(path.name) and (namespaces is None or path.name in namespaces):
-                _require_readable(path)
-        for block in walk_blocks(self._root, namespaces):
-            yield _as_place_block(block)
+        self._list_root()
+        self._other_format = NOTHING
+        for name in sorted(list_namespaces(self._root)):
+            if namespaces is None or name in namespaces:
+                is_encrypted = _is_encrypted(self._document(name))
+                for found in self._list_packs(name):
+                    yield from self._blocks_in(found, is_encrypted=is_encrypted)
 
     def summary(self) -> PlaceSummary:
-        here, now_s = current_owner(), time.time()
-        record = self._read_record()
-        temporary = foreign = Amount()
+        temporary = foreign = NOTHING
+        other_format = self._other_format
         for path in self._list_root():
-            if path.name == TEMPORARY_NAME:
-                temporary = _amount_below(path)
-            elif path.name not in OWN_NAMES and not FOLDER_PATTERNS[0].fullmatch(path.name):
-                foreign = foreign.plus(*_amount_below(path))
+            if path.name in OWN_NAMES | OLDER_NAMES or path.suffix == NOTES_SUFFIX:
+                continue
+            if NAMESPACE_NAME.fullmatch(path.name) and not path.is_symlink():
+                continue
+            amount = _amount_below(path)
+            if path.suffix == NEW_SUFFIX or path.name == OLDER_TEMPORARY_NAME:
+                temporary = temporary.plus(*amount)
+            elif self._is_slab(path):
+                other_format = other_format.plus(*amount)
+            else:
+                foreign = foreign.plus(*amount)
+        for found in list_all_packs(self._root):
+            for suffix in found.files.keys() & {NEW_SUFFIX, TEMPORARY_SUFFIX}:
+                temporary = temporary.plus(1, found.files[suffix].st_size)
+        for num_bytes in list_older_blocks(self._root):
+            other_format = other_format.plus(1, num_bytes)
+        states = [one.state for one in self._notes.poll()]
         return PlaceSummary(
-            capacity_bytes=record.limit_bytes or None,
+            capacity_bytes=min((state.capacity_bytes for state in states), default=None),
             temporary=temporary,
             foreign=foreign,
-            users=tuple(
-                sorted(
-                    {
-                        _describe(member.owner, here)
-                        for member, state in record.members.items()
-                        if not member.owner.is_dead(here, now_s - state.seen_s)
-                    }
-                )
-            ),
+            other_format=other_format,
+            users=tuple(sorted(set(map(describe_process, states)))),
         )
 
     def check(self, block: PlaceBlock) -> BlockState:
-        found = self._check_once(block)
-        for _ in range(MAX_ATTEMPTS - 1):
-            if found.state not in FAULTS_OF_PLACE:
-                return found.state
-            again = self._check_once(block)
-            if again.state not in FAULTS_OF_PLACE or again.inode == found.inode:
-                return again.state
-            found = again
+        stored_s: int | None = None
+        for _ in range(MAX_ATTEMPTS):
+            view = self._reader.find(block)
+            if view is None:
+                return BlockState.GONE
+            state = view.check(block, self.opener)
+            if state not in FAULTS_OF_PLACE:
+                return state
+            view.refresh()
+            found = view.find(block)
+            if found is None:
+                return BlockState.GONE
+            if found.stored_s == stored_s:
+                return state
+            stored_s = found.stored_s
         return BlockState.BEING_WRITTEN
 
-    def _check_once(self, block: PlaceBlock) -> FileCheck:
-        name = parse_block_name(Path(block.address).name)
-        return check_file(block.address, block.namespace, name, self.opener)
-
     def begin_removal(self) -> None:
+        refusal = find_refusal(self._root, self._directory.file_mode)
+        if refusal is not None:
+            raise TierError(TIER_TYPE, f"{self._root} is refused: {refusal}")
         if not os.access(self._root, os.W_OK | os.X_OK):
             raise TierError(TIER_TYPE, f"{self._root} is not writable for this user: run as its owner")
-        if (self._root / USAGE_NAME).exists():
-            mode = stat.S_IMODE((self._root / USAGE_NAME).stat().st_mode)
-            usage_path = self._root / USAGE_NAME
-            self._usage = SharedUsage(usage_path, current_owner(), NO_LIMIT_BYTES, mode, time.time)
 
     def remove(self, blocks: Sequence[PlaceBlock], *, unless_changed: bool) -> Amount:
-        announced_bytes = sum(block.num_bytes for block in blocks)
-        if self._usage is not None:
-            self._usage.begin_removal(announced_bytes)
-        removed = Amount()
         try:
-            for block in blocks:
-                num_bytes = _remove_file(block, unless_changed=unless_changed)
-                removed = removed.plus(num_bytes is not None, num_bytes or 0)
-        finally:
-            if self._usage is not None:
-                self._usage.end_removal(announced_bytes, removed.num_bytes)
-            if removed.num:
-                forget_table(self._root / TENANTS_NAME)
-        return removed
+            return self._removal.remove(blocks, unless_changed=unless_changed)
+        except OSError as error:
+            raise TierError(TIER_TYPE, f"{self._root} cannot be changed: {error}") from error
 
     def end_removal(self, namespaces: Collection[str]) -> None:
-        for name in namespaces:
-            _remove_folders(self._root / name)
-        if self._usage is not None:
-            self._usage.leave()
-            self._usage = None
+        try:
+            self._removal.close()
+            for name in namespaces:
+                self._removal.remove_namespace(name)
+        except OSError as error:
+            raise TierError(TIER_TYPE, f"{self._root} cannot be changed: {error}") from error
+
+    def remove_older_formats(self, *, is_dry_run: bool) -> Amount:
+        if not is_dry_run:
+            self.begin_removal()
+        try:
+            removed = self._remove_older_blocks(is_dry_run=is_dry_run)
+            for path in filter(self._is_slab, self._list_root()):
+                removed = removed.plus(1, path.lstat().st_blocks * STAT_BLOCK_BYTES)
+                if not is_dry_run:
+                    path.unlink()
+            for name in () if is_dry_run else OLDER_NAMES:
+                (self._root / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise TierError(TIER_TYPE, f"{self._root} cannot be changed: {error}") from error
+        return removed
+
+    def _remove_older_blocks(self, *, is_dry_run: bool) -> Amount:
+        """Remove the files of blocks, and the folders that are empty then."""
+        removed, namespaces = NOTHING, set()
+        for folder in list_older_folders(self._root):
+            for path, num_bytes in older_blocks_in(folder):
+                removed = removed.plus(1, num_bytes)
+                if not is_dry_run:
+                    path.unlink(missing_ok=True)
+            namespaces.add(folder.parents[1].name)
+            for emptied in () if is_dry_run else (folder, folder.parent):
+                with suppress(OSError):  # there is something else in it
+                    emptied.rmdir()
+        for name in () if is_dry_run else namespaces:
+            self._directory.remove_folder(name, (DOCUMENT_NAME, PAGE_NAME))
+        return removed
+
+    def close(self) -> None:
+        with suppress(OSError):  # ``end_removal`` tells
+            self._removal.close()
+        self._reader.close()
+        self._notes.close()
 
     def _list_root(self) -> list[Path]:
         try:
@@ -164,38 +230,77 @@ class FSPlace(Place):
         except OSError as error:
             raise TierError(TIER_TYPE, f"{self._root} cannot be read: {error.strerror}") from error
 
-    def _read_record(self) -> UsageRecord:
-        return read_record(self._root / USAGE_NAME)
+    def _is_slab(self, path: Path) -> bool:
+        """Return whether this is the file of a slab tier of an older version."""
+        return read_beside(self._root, path.name, len(OLDER_SLAB_MAGIC)) == OLDER_SLAB_MAGIC
+
+    def _list_packs(self, name: str) -> list[FoundPack]:
+        """Return the packs of a namespace. A folder that may not be read is no empty one.
+
+        Raises:
+            TierError: it may not.
+        """
+        folder = self._directory.folder_of(name)
+        refusal = find_refusal(folder, self._directory.file_mode)
+        if refusal is not None:
+            raise TierError(TIER_TYPE, f"{folder} is refused: {refusal}")
+        try:
+            os.scandir(folder).close()
+        except PermissionError as error:
+            message = f"{folder} may not be read by this user: run as its owner"
+            raise TierError(TIER_TYPE, message) from error
+        except OSError:
+            return []  # removed meanwhile
+        return [found for found in list_packs(folder) if found.is_whole]
+
+    def _blocks_in(self, found: FoundPack, *, is_encrypted: bool) -> Iterator[PlaceBlock]:
+        path = found.path()
+        pack = self._directory.open(found.folder.name, path.name, has_own_rows=False)
+        if pack is not None:
+            try:
+                yield from PackView(pack).blocks(is_encrypted=is_encrypted)
+            finally:
+                pack.close()
+        elif path.exists():
+            # Its first page is damaged or says more than this version understands.
+            self._other_format = self._other_format.plus(1, found.num_bytes)
+
+    def _document(self, name: str) -> str:
+        found = read_beside(self._directory.folder_of(name), DOCUMENT_NAME, MAX_DOCUMENT_BYTES)
+        return "" if found is None else found.decode("utf-8", "replace")
 
 
-def open_fs_place(own: Mapping[str, object]) -> FSPlace:
+def open_pack_place(own: Mapping[str, object]) -> PackPlace:
     """Return the place of a tier's own settings; the capacity need not be among them.
 
     Raises:
         ConfigError: there is no such directory, it cannot be read, or no tier has used it.
     """
-    settings = parse_settings(FSSettings, {"capacity_bytes": NO_LIMIT_BYTES, **own}, f"tier {TIER_TYPE!r}")
+    settings = parse_settings(PackSettings, {"capacity_bytes": NO_LIMIT_BYTES, **own}, f"tier {TIER_TYPE!r}")
     root = settings.root_dir
     try:
-        names = {path.name for path in root.iterdir()}
+        names, mode = [path.name for path in root.iterdir()], root.stat().st_mode
     except OSError as error:
         remedy = f"cannot be read ({error.strerror}): give the root_dir of an fs tier"
         raise ConfigError("PLACE", str(root), remedy) from error
-    # A tier that has just begun has made no more than the folder of temporary files.
-    is_new = bool(names) and names <= OWN_NAMES
-    if not is_new and USAGE_NAME not in names and not any(map(FOLDER_PATTERNS[0].fullmatch, names)):
-        remedy = f"no fs tier has used this directory, it has no {USAGE_NAME}: give the root_dir of one"
+    if not any(
+        name in OWN_NAMES | OLDER_NAMES or name.endswith(NOTES_SUFFIX) or NAMESPACE_NAME.fullmatch(name)
+        for name in names
+    ):
+        remedy = "no fs tier has used this directory: give the root_dir of one"
         raise ConfigError("PLACE", str(root), remedy)
-    return FSPlace(root)
+    # A directory that its users share with a group says so itself.
+    shared_mode = PRIVATE_MODE | (mode & (stat.S_IRGRP | stat.S_IWGRP))
+    return PackPlace(root, settings.file_mode if "file_mode" in own else shared_mode)
 
 
-def probe_fs_place(own: Mapping[str, object]) -> list[TierFinding]:
+def probe_pack_place(own: Mapping[str, object]) -> list[TierFinding]:
     """Return whether a tier could use its directory, which it would make.
 
     Raises:
         ConfigError: a setting that cannot work.
     """
-    settings = parse_settings(FSSettings, own, f"tier {TIER_TYPE!r}")
+    settings = parse_settings(PackSettings, own, f"tier {TIER_TYPE!r}")
     root = settings.root_dir
     existing = next(folder for folder in (root, *root.parents) if folder.exists())
     if not existing.is_dir():
@@ -203,20 +308,19 @@ def probe_fs_place(own: Mapping[str, object]) -> list[TierFinding]:
     if not os.access(existing, os.W_OK | os.X_OK):
         text = f"{existing} is not writable for this user: choose another or change its owner"
         return [TierFinding(is_good=False, text=text)]
+    try:
+        require_unshared(root, REAL_CALLS)
+    except PlaceError as error:
+        return [TierFinding(is_good=False, text=str(error))]
     is_there = "writable" if existing == root else f"will be made in {existing}"
-    findings = [TierFinding(is_good=True, text=f"{root} {is_there}")]
-    record = UsageRecord()
-    if existing == root:
-        record = FSPlace(root)._read_record()  # noqa: SLF001 - this file's class
-        findings = _probe_access(root, settings) or findings
-    shrinking = None
-    if not settings.allow_shrink:
-        shrinking = explain_shrinking(settings.capacity_bytes, record, current_owner(), time.time())
+    findings = _probe_access(root, settings.file_mode)
+    findings = findings or [TierFinding(is_good=True, text=f"{root} {is_there}")]
+    used_bytes = sum(found.num_bytes for found in list_all_packs(root)) + sum(list_older_blocks(root))
+    shrinking = explain_shrinking(settings, used_bytes)
     if shrinking is not None:
         text = f"capacity_bytes {settings.capacity_bytes} {shrinking}"
         findings.append(TierFinding(is_good=False, text=text))
     # What the tier has there already is part of its capacity.
-    used_bytes = record.used_bytes
     free_bytes = shutil.disk_usage(existing).free
     if settings.capacity_bytes > free_bytes + used_bytes:
         text = (
@@ -227,11 +331,11 @@ def probe_fs_place(own: Mapping[str, object]) -> list[TierFinding]:
     return findings
 
 
-def _probe_access(root: Path, settings: FSSettings) -> list[TierFinding]:
+def _probe_access(root: Path, file_mode: int) -> list[TierFinding]:
     """Return for which folders an engine would not use the directory, or stores would fail."""
-    folders = [root, *(path for path in root.glob("*") if FOLDER_PATTERNS[0].fullmatch(path.name))]
-    links = [path for path in folders[1:] if path.is_symlink()]
-    refusals = {path: find_refusal(path, settings.file_mode) for path in folders if path not in links}
+    found = [path for path in root.glob("*") if NAMESPACE_NAME.fullmatch(path.name)]
+    links = [path for path in found if path.is_symlink()]
+    refusals = {path: find_refusal(path, file_mode) for path in (root, *found) if path not in links}
     refusals |= dict.fromkeys(links, "it is a symbolic link, behind which bytes are not counted: remove it")
     return [
         TierFinding(is_good=False, text=f"{path} is refused: {refusal}")
@@ -240,88 +344,20 @@ def _probe_access(root: Path, settings: FSSettings) -> list[TierFinding]:
     ]
 
 
-def _as_place_block(block: BlockFile) -> PlaceBlock:
-    return PlaceBlock(
-        namespace=namespace_of(block.path),
-        address=block.path,
-        num_bytes=block.num_bytes,
-        used_s=block.mtime_ns / 1e9,
-        stamp=(block.mtime_ns,),
-        tenant=get_offload_tenant(OffloadKey(block.name)),
-        name=block.name,
-    )
-
-
-def _remove_file(block: PlaceBlock, *, unless_changed: bool) -> int | None:
-    """Remove a block's file and return its length, None when it was gone or has changed.
-
-    Raises:
-        TierError: the system refused.
-    """
-    path = Path(block.address)
-    try:
-        found = path.lstat()
-        if unless_changed and (found.st_mtime_ns,) != block.stamp:
-            return None
-        path.unlink()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise TierError(TIER_TYPE, f"{path} cannot be removed: {error.strerror}") from error
-    return found.st_size
-
-
-def _require_readable(folder: Path) -> None:
-    try:
-        os.scandir(folder).close()
-    except PermissionError as error:
-        raise TierError(TIER_TYPE, f"{folder} may not be read by this user: run as its owner") from error
-    except OSError:
-        return  # removed meanwhile, or no folder
-
-
-def _remove_folders(top: Path) -> None:
-    """Remove the folders of a namespace, as far as they are empty; its document and page when nothing else is left."""
-    if top.is_symlink():
-        return  # what is behind it is not the tier's
-    folders: list[Path] = []
-    for pattern in ("?/?", "?"):
-        with suppress(OSError):  # another purge removes folders beside this one
-            folders += top.glob(pattern)
-    for folder in folders:
-        if folder.parent.is_symlink():
-            continue  # as above
-        with suppress(OSError):  # an engine has stored a block in it meanwhile
-            folder.rmdir()
-    document = top / NAMESPACE_DOCUMENT_NAME
-    text = read_document(top)
-    with suppress(OSError):
-        if {path.name for path in top.iterdir()} <= NAMES_BESIDE_BLOCKS:
-            (top / PAGE_NAME).unlink(missing_ok=True)
-            mode = stat.S_IMODE(document.stat().st_mode) if document.exists() else 0
-            document.unlink(missing_ok=True)
-            try:
-                top.rmdir()
-            except OSError:  # an engine has begun a folder in between, and counts on the document
-                if text and not document.exists():
-                    document.write_text(text, encoding="utf-8")
-                    document.chmod(mode)
+def _is_encrypted(document: str) -> bool:
+    with suppress(NamespaceDocumentError):
+        return bool(parse_document(document).get("encryption"))
+    return False
 
 
 def _amount_below(path: Path) -> Amount:
     """Return how many files there are at and below ``path``, and their bytes."""
-    amount = Amount()
-    try:
+    amount = NOTHING
+    with suppress(OSError):
         if not path.is_dir() or path.is_symlink():
             return Amount(1, path.lstat().st_size)
         for folder, _, names in os.walk(path):
             for name in names:
                 with suppress(OSError):
                     amount = amount.plus(1, (Path(folder) / name).lstat().st_size)
-    except OSError:
-        return amount
     return amount
-
-
-def _describe(owner: Owner, here: Owner) -> str:
-    return f"process {owner.pid}" + ("" if owner.host == here.host else f" on another host ({owner.host})")

@@ -1,377 +1,413 @@
-"""Moves blocks between rows of the primary tier and files: which are to be stored, and what a load says of each.
+"""Moves blocks between rows of the primary tier and slots of packs.
 
-``block_writer`` writes. A load reads some blocks at a time and checks their headers. A damaged or expired file is
-removed, one of another namespace or version is left alone, and what is no regular file goes too.
+Neighbouring slots are moved with one call. A store drops the blocks that leave in the journals, writes, and then
+records what it has written; a load reads own and other packs alike. What is wrong with one block costs that block and
+is counted with its reason; when a call of several blocks fails, each is tried by itself.
 """
 
-import errno
 import logging
-import os
-import secrets
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice, repeat
+from typing import NamedTuple
 
 from kvtier.base import OffloadKey
-from kvtier.departed import Loss, make_losses
+from kvtier.departed import Loss
 from kvtier.errors import TierError
 from kvtier.namespace import Namespace
 from kvtier.tiering.base import TierFailure
-from kvtier.tiering.fs.block_file import name_file, plan_batch_files
-from kvtier.tiering.fs.block_writer import BlockWriter
-from kvtier.tiering.fs.directory import FSDirectory
-from kvtier.tiering.fs.evictor import Evictor
-from kvtier.tiering.fs.expiry import BlockExpiry
-from kvtier.tiering.fs.external_deletions import forget_missing
-from kvtier.tiering.fs.folders import (
-    PAGE_NAME,
-    TEMPORARY_NAME,
-    FSNamespace,
-    FSSiblings,
-    make_namespace_folder,
-    namespace_path,
+from kvtier.tiering.fs.catalog import PackCatalog
+from kvtier.tiering.fs.documents import PackPages
+from kvtier.tiering.fs.keeper import Keeper
+from kvtier.tiering.fs.neighbours import SLOT_BITS, SLOT_MASK, Neighbours, PackNamespace
+from kvtier.tiering.fs.own_blocks import SlotPin, SlotReservation
+from kvtier.tiering.fs.pack import Pack
+from kvtier.tiering.fs.room import Room
+from kvtier.tiering.kit.backend import BlockStore, Counters, Rows, ThreadPages, allocate_pages
+from kvtier.tiering.kit.block_format import BlockFormat
+from kvtier.tiering.kit.disk import checksum_ahead, plan_num_checksums_ahead
+from kvtier.tiering.kit.envelope import (
+    ENVELOPE_BYTES,
+    FAILURE_OF_CHECK,
+    FAULTS,
+    HEADER_PAGE_BYTES,
+    HeaderCheck,
 )
-from kvtier.tiering.fs.index import KeyIndex
-from kvtier.tiering.fs.permissions import find_link
-from kvtier.tiering.fs.recycled_files import RecycledFiles, StoreOutcome
-from kvtier.tiering.fs.system import FileStatus
-from kvtier.tiering.kit.backend import BlockStore, Rows, ThreadPages
-from kvtier.tiering.kit.envelope import FAILURE_OF_CHECK, FAULTS, HeaderCheck, check_block
+from kvtier.tiering.kit.health import OutageLog
 from kvtier.tiering.kit.io_pool import TransferOutcome
-from kvtier.tiering.kit.page_guard import MAX_PAGE_BYTES, PageKeeper
-from kvtier.tiering.kit.siblings import SiblingNamespaces
-from kvtier.tiering.kit.tenant_counts import TenantCounts
+from kvtier.tiering.kit.page_guard import PageKeeper
+from kvtier.tiering.kit.purging import BATCH_BLOCKS, Batches, Removed
 
 logger = logging.getLogger(__name__)
 
-HELD = (StoreOutcome.WRITTEN, StoreOutcome.EXISTED)
+COUNTER_NAMES = (
+    "hits", "loaded_bytes", "absent", "damaged", "foreign", "io_error",
+    "stored_blocks", "stored_bytes", "declined", "store_errors",
+)  # fmt: skip
+"""Counts that are there from the beginning; the first row is about loads, with the reasons of misses."""
 
-CLOSE_TIMEOUT_S = 1.0
-"""Seconds for which the evicting thread is waited for. It touches no row: nothing depends on its end."""
+INDEX_WAIT_S = 2.0
+"""Seconds for which a lookup waits for the index at the start. Shorter misses blocks that would be known a moment
+later; longer keeps a request waiting behind many packs that it could compute instead."""
+
+PEER_WAIT_S = 1.0
+"""Seconds for which a store waits for another job that writes the same block. Shorter reports a block as not stored
+that soon is; longer keeps a thread behind a disk that hangs."""
+
+MAX_CALL_BYTES = 2**20
+"""Bytes of neighbouring slots that are moved with one call. Fewer make more calls; of more, the device finds those
+that got their headers last in a core's cache, and waits while those that were read are checked."""
 
 
-class FSBlockStore(BlockStore[FSNamespace], PageKeeper[FSNamespace]):
-    """Stores and loads some blocks at a time in files; keeps no state of its own.
-
-    Args:
-        directory: where to.
-        rows: the primary's.
-        evictor: makes room.
-        recycled: files of evicted blocks, to be written over.
-        max_keys: blocks of a namespace that the index has room for.
-        emit_events: whether evictions are recorded.
-        clock: seconds, monotonic.
-        make_counts: gives what counts the blocks of a namespace by tenant; None where there are no tenants.
+class Move(NamedTuple):
+    """A block on its way.
 
     Attributes:
-        losses: why blocks are gone.
-        siblings: the other namespaces of the directory.
+        key: the block.
+        address: of its slot.
+        row: its bytes in the primary tier, or encrypted in the thread's memory.
+        pin: of an own slot; None in a pack of another process.
+    """
+
+    key: OffloadKey
+    address: int
+    row: memoryview
+    pin: SlotPin | None = None
+
+
+class PackBlockStore(BlockStore[PackNamespace], PageKeeper[PackNamespace]):
+    """Stores and loads some blocks at a time in slots; keeps no state but header pages per thread.
+
+    Args:
+        catalog: the packs and what they hold.
+        room: makes packs where slots are missing.
+        keeper: tells other processes, and knows whether the directory is there.
+        rows: the primary's.
+        max_task_blocks: blocks in a call of ``store`` or ``load``.
+        make_neighbours: makes an empty table of other processes' blocks.
+        has_direct_io: whether slots bypass the page cache.
     """
 
     def __init__(
         self,
-        directory: FSDirectory,
+        catalog: PackCatalog,
+        room: Room,
+        keeper: Keeper,
         rows: Rows,
-        evictor: Evictor,
-        recycled: RecycledFiles,
-        max_keys: int,
+        max_task_blocks: int,
+        make_neighbours: Callable[[], Neighbours],
         *,
-        emit_events: bool,
-        clock: Callable[[], float] = time.monotonic,
-        make_counts: Callable[[], TenantCounts | None] = lambda: None,
+        has_direct_io: bool,
     ) -> None:
-        self._make_counts = make_counts
-        self.losses = make_losses("fs", max_keys, clock)
-        self.siblings = SiblingNamespaces("fs", FSSiblings(directory.root), clock, where=str(directory.root))
-        self._directory = directory
-        self._row_bytes = rows.row_bytes
-        self._files = directory.files
-        self._counters = directory.counters
-        self._evictor = evictor
-        self._writer = BlockWriter(directory, rows, evictor, recycled)
-        self._reader = BlockReader(directory, rows)
-        self._max_keys = max_keys
-        self._emit_events = emit_events
+        self._catalog = catalog
+        self._table = catalog.table
+        self._room = room
+        self._keeper = keeper
+        self._pages = PackPages(catalog.directory)
+        self._rows = rows
+        self._has_direct_io = has_direct_io
+        self._make_neighbours = make_neighbours
+        self._max_task_blocks = max_task_blocks
+        self._max_call_blocks = max(1, MAX_CALL_BYTES // rows.row_bytes)
+        self._slot_bytes = HEADER_PAGE_BYTES + rows.row_bytes
+        self._counters = Counters(*COUNTER_NAMES)
+        self._of_thread = threading.local()
+        self._scratch = ThreadPages(max_task_blocks, rows.row_bytes)
+        self._outage = OutageLog(f"tier {catalog.tier} at {catalog.directory.root}")
 
-    def open_namespace(self, identity: Namespace, *, is_new: bool) -> FSNamespace:
-        index = KeyIndex(
-            self._max_keys,
-            is_complete=is_new,
-            emit_events=self._emit_events,
-            losses=self.losses,
-            tenant_counts=self._make_counts(),
-        )
-        name = identity.name
-        path = namespace_path(self._directory.root, name)
-        namespace = FSNamespace(identity, name, path, index)
-        self._evictor.set_namespace(namespace)
+    def open_namespace(self, identity: Namespace, *, is_new: bool) -> PackNamespace:
+        namespace = PackNamespace(identity, self._make_neighbours())
+        self._catalog.open_namespace(namespace, is_new=is_new)
+        self._keeper.wake()
         return namespace
 
-    def contains_batch(self, namespace: FSNamespace, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        if self._evictor.deletions.refusal is not None:
-            return []
-        # A tenth of what making a Path of each costs; what cannot be looked at cannot be loaded either.
-        found = [
-            key
-            for key in keys
-            if os.access(namespace.block_path(key), os.F_OK) and find_link(namespace, key) is None
-        ]
-        if (expiry := self._directory.expiry) is not None:
-            found = [key for key in found if not expiry.is_path_over(namespace.block_path(key))]
-        namespace.index.add(found)
-        if len(found) < len(keys):
-            held = frozenset(found)
-            self.siblings.look_for(namespace.identity, [key for key in keys if key not in held])
-        return found
+    def contains_batch(self, namespace: PackNamespace, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
+        self._catalog.wait_indexed(INDEX_WAIT_S)
+        return [key for key in keys if self._catalog.is_held(namespace, key)]
 
     def store(
-        self, namespace: FSNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+        self, namespace: PackNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
     ) -> TransferOutcome:
-        if self._directory.expiry is not None:
-            self._remove_expired(namespace, keys, self._directory.expiry)
-        held: list[OffloadKey] = []
-        todo: list[tuple[OffloadKey, int]] = []
-        for key, slot in zip(keys, slots, strict=True):
-            if key in namespace.index and self._files.touch(namespace.block_path(key)):
-                held.append(key)
-            else:
-                todo.append((key, slot))
-        if not todo:
-            return TransferOutcome(held)
-        if self._directory.tenants is None:
-            outcomes = self._writer.write(namespace, todo)
-        else:
-            with self._directory.tenants.counting([key for key, _ in todo]) as written:
-                outcomes = self._writer.write(namespace, todo)
-                written += [key for key, outcome in outcomes.items() if outcome is StoreOutcome.WRITTEN]
-        stored = [key for key, outcome in outcomes.items() if outcome in HELD]
-        namespace.index.add(stored)
-        if self.siblings.found:
-            self.siblings.forget(stored)
-        reached = list(outcomes.values())
-        num_written = reached.count(StoreOutcome.WRITTEN)
-        failed = [key for key, outcome in outcomes.items() if outcome is StoreOutcome.FAILED]
+        row_of = dict(zip(keys, slots, strict=True))
+        self._keeper.require_there()
+        elsewhere = [key for key in row_of if namespace.neighbours.find(key) is not None]
+        missing = [key for key in row_of if key not in set(elsewhere)] if elsewhere else list(row_of)
+        plan = self._prepare_store(namespace, missing)
+        written: set[OffloadKey] = set()
+        undropped: Collection[int] = ()
+        recorded: set[OffloadKey] = set()
+        try:
+            undropped = self._catalog.drop_slots(plan)
+            pins = [pin for pin in plan.pins if pin.address not in undropped] if undropped else plan.pins
+            with self._catalog.packs.use({pin.address >> SLOT_BITS for pin in pins}) as packs:
+                moves = [Move(pin.key, pin.address, self._rows.row(row_of[pin.key]), pin) for pin in pins]
+                written.update(self._write_all(namespace, packs, moves))
+                stored = [pin for pin in pins if pin.key in written]
+                recorded = self._catalog.record(namespace, packs, stored)
+        finally:
+            # Where an append has failed it is not known what the journal says.
+            undropped = {*undropped, *(pin.address for pin in plan.pins if pin.key in written - recorded)}
+            kept = self._table.complete_store(plan.pins, recorded, undropped)
+        others = self._table.wait_written(namespace, plan.awaited, PEER_WAIT_S) if plan.awaited else []
+        failed = [pin.key for pin in plan.pins if pin.key not in recorded]
+        succeeded = {*elsewhere, *plan.held, *kept, *others}
         self._counters.add(
-            stored_blocks=num_written,
-            stored_bytes=num_written * self._row_bytes,
-            declined=len(reached) - len(stored) - len(failed),
+            stored_blocks=len(kept),
+            stored_bytes=len(kept) * self._rows.row_bytes,
+            declined=len(row_of) - len(succeeded) - len(failed),
             store_errors=len(failed),
         )
-        return TransferOutcome(held + stored, is_fault=bool(failed), faults=failed)
+        return TransferOutcome(succeeded, is_fault=bool(failed), faults=failed)
 
     def load(
-        self, namespace: FSNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+        self, namespace: PackNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
     ) -> TransferOutcome:
-        failures = self._reader.read(namespace, keys, slots)
-        succeeded = [key for key in keys if key not in failures]
-        namespace.known_folders.update(map(namespace.folder_prefix, succeeded))
-        for failure in failures.values():
-            self._counters.add(**{failure.value: 1})
-        absent = [key for key, failure in failures.items() if failure is TierFailure.ABSENT]
-        if absent:
-            self._check_folders_of(namespace, absent)
-        self._counters.add(hits=len(succeeded), loaded_bytes=len(succeeded) * self._row_bytes)
+        pins = self._table.prepare_load(namespace, keys)
+        moves: list[Move] = []
+        for key, slot, pin in zip(keys, slots, pins, strict=True):
+            address = namespace.neighbours.find(key) if pin is None else pin.address
+            if address is not None:
+                moves.append(Move(key, address, self._rows.row(slot), pin))
+        failures: dict[OffloadKey, TierFailure] = {}
+        try:
+            with self._catalog.packs.use({move.address >> SLOT_BITS for move in moves}) as packs:
+                for run in join_runs(moves, self._max_call_blocks):
+                    failures |= self._read(namespace, packs, run)
+                self._answer_failures(namespace, moves, failures)
+        finally:
+            damaged = [key for key, failure in failures.items() if failure is not TierFailure.IO_ERROR]
+            own = [move.pin for move in moves if move.pin is not None]
+            self._table.complete_load(own, damaged)
+        if failures:
+            self._catalog.drop_slots(self._table.take_undropped())
+        succeeded = [move.key for move in moves if move.key not in failures]
+        self._count_loads(len(succeeded), len(keys) - len(moves), failures.values())
         faults = [key for key, failure in failures.items() if failure in FAULTS]
         return TransferOutcome(succeeded, is_fault=bool(faults), faults=faults)
 
-    def _remove_expired(
-        self, namespace: FSNamespace, keys: Sequence[OffloadKey], expiry: BlockExpiry
-    ) -> None:
-        """Remove those of ``keys`` that are over, so that they can be stored again."""
+    def drop(self, namespace: PackNamespace, keys: Sequence[OffloadKey]) -> None:
+        pins = [pin for pin in self._table.prepare_load(namespace, keys) if pin is not None]
+        own = {pin.key for pin in pins}
+        self._table.complete_load(pins, own)
+        self._catalog.drop_slots(self._table.take_undropped(), erases=True)
         for key in keys:
-            path = namespace.block_path(key)
-            if expiry.is_path_over(path):
-                try:
-                    self._directory.remove_block(key, path)
-                except OSError as error:
-                    logger.warning("tier fs: expired block %s cannot be removed: %s", path, error)
+            address = None if key in own else namespace.neighbours.find(key)
+            if address is not None:
+                self._report_damaged(namespace, key, address)
 
-    def _check_folders_of(self, namespace: FSNamespace, absent: Sequence[OffloadKey]) -> None:
-        """Forget every block in the folders of ``absent`` that are gone: an eviction leaves the folder."""
-        by_folder: dict[str, list[OffloadKey]] = {}
-        for key in absent:
-            by_folder.setdefault(namespace.block_path(key).rpartition("/")[0], []).append(key)
-        for folder, keys in by_folder.items():
-            if os.access(folder, os.F_OK):
-                continue
-            prefix = namespace.folder_prefix(keys[0])
-            namespace.known_folders.discard(prefix)
-            self.losses.report(keys, Loss.REMOVED)  # the failed reads have taken them out of the index
-            namespace.unlinked_folders.discard(prefix)
-            namespace.synced_folders.discard(prefix)
-            has_lost_any = forget_missing(namespace, prefix) > 0
-            self._evictor.deletions.on_deleted(folder if has_lost_any else None)
+    def remove_all(self, namespace_name: str, tenant: int | None = None) -> Batches:
+        """Empty every own slot of a namespace that is not pinned, some at a time; no later start finds what was in it.
 
-    def drop(self, namespace: FSNamespace, keys: Sequence[OffloadKey]) -> None:
-        for key in keys:
-            path = namespace.block_path(key)
-            try:
-                self._directory.remove_block(key, path)
-            except OSError as error:
-                logger.warning("tier fs: wrong block %s cannot be removed: %s", path, error)
-        namespace.index.evict(keys, Loss.DAMAGED)
+        Packs without an owner become own ones before; of neighbours' packs the owners are asked.
 
-    def read_page(self, namespace: FSNamespace) -> bytes | None:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-        with _explained():
-            try:
-                with os.fdopen(os.open(f"{namespace.path}/{PAGE_NAME}", flags), "rb") as file:
-                    return file.read(MAX_PAGE_BYTES) or b""
-            except FileNotFoundError:
-                return None
-            except OSError as error:
-                if error.errno != errno.ELOOP:
-                    raise
-                return b""  # a link is no page of ours
+        Args:
+            namespace_name: the namespace.
+            tenant: number of the tenant whose blocks are to go; None: all.
 
-    def create_page(self, namespace: FSNamespace, data: bytes) -> None:
-        directory = self._directory
-        if (refusal := directory.find_refusal()) is not None:
-            raise TierError("fs", refusal)
-        temporary = directory.root / TEMPORARY_NAME / f"{directory.owner}-{secrets.token_hex(8)}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        with _explained():
-            make_namespace_folder(directory.root, namespace, directory.file_mode, str(directory.owner))
-            try:
-                with os.fdopen(os.open(temporary, flags, directory.file_mode), "wb") as file:
-                    os.fchmod(file.fileno(), directory.file_mode)
-                    file.write(data)
-                    file.flush()
-                    name_file(temporary, Path(namespace.path) / PAGE_NAME)
-            finally:
-                temporary.unlink(missing_ok=True)
+        Raises:
+            TierError: some slots could not be dropped: their blocks are not found now, but may be after a restart.
+        """
+        while not self._catalog.wait_indexed(INDEX_WAIT_S):
+            self._keeper.require_there()
+            yield Removed(0, [])
+        self._catalog.adopt_all()
+        yield from self.remove_own(namespace_name, tenant)
+        yield from self._keeper.request_purge(namespace_name, tenant)
 
-    def remove_page(self, namespace: FSNamespace) -> None:
+    def remove_own(self, namespace_name: str, tenant: int | None) -> Batches:
+        """Empty the own slots of a namespace, or of one tenant in it, as ``remove_all``. Raises likewise."""
+        while taken := self._table.take_blocks(namespace_name, BATCH_BLOCKS, tenant):
+            failed = self._catalog.drop_slots(self._table.take_undropped(), erases=True)
+            if failed:
+                raise TierError(
+                    self._catalog.tier,
+                    f"{len(failed)} slots below {self._catalog.directory.root} could not be dropped: see the log",
+                )
+            yield Removed(len(taken), [])
+
+    def read_page(self, namespace: PackNamespace) -> bytes | None:
+        return self._pages.read(namespace.name)
+
+    def create_page(self, namespace: PackNamespace, data: bytes) -> None:
+        self._pages.create(namespace.identity, data)
+
+    def remove_page(self, namespace: PackNamespace) -> None:
         self._counters.add(damaged=1)
-        with _explained():
-            (Path(namespace.path) / PAGE_NAME).unlink(missing_ok=True)
+        self._pages.remove(namespace.name)
+
+    def check_reachable(self) -> None:
+        self._keeper.require_there()
 
     def stats(self) -> dict[str, float]:
-        return self._counters.snapshot()
+        return self._counters.snapshot() | self._catalog.stats()
 
     def close(self) -> None:
-        self._evictor.shutdown(CLOSE_TIMEOUT_S)
+        self._keeper.stop()
+        self._catalog.close()
 
+    def on_forked(self) -> None:
+        self._catalog.packs.close_in_child()
+        self._catalog.directory.close_in_child()
+        self._keeper.close_in_child()
 
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Turn what the system says of a page into the error of a tier."""
-    try:
-        yield
-    except OSError as error:
-        raise TierError("fs", f"the page of a namespace cannot be read or written: {error}") from error
+    def _prepare_store(self, namespace: PackNamespace, missing: Sequence[OffloadKey]) -> SlotReservation:
+        """Pin slots for blocks; none is evicted while there is room, though another job takes a new pack's slots."""
+        while True:
+            self._room.make_room(len(missing))
+            plan = self._table.prepare_store(namespace, missing, evicts=self._room.is_full)
+            if not plan.lacks_room:
+                return plan
 
+    def is_whole(self, namespace: PackNamespace, pin: SlotPin) -> bool:
+        """Read an own block that a neighbour calls damaged; return whether it is not. Thread: the keeper's."""
+        scratch = self._scratch.of_this_thread()[0]
+        with self._catalog.packs.use({pin.address >> SLOT_BITS}) as packs:
+            return not self._read(namespace, packs, [Move(pin.key, pin.address, scratch, pin)])
 
-class BlockReader:
-    """Reads some blocks at a time; keeps no state but header pages per thread.
+    def _write_all(
+        self, namespace: PackNamespace, packs: Mapping[int, Pack], moves: Sequence[Move]
+    ) -> Iterator[OffloadKey]:
+        """Write blocks with their headers; yield those that were."""
+        runs = join_runs(
+            (move for move in moves if move.address >> SLOT_BITS in packs), self._max_call_blocks
+        )
+        pages = iter(self._header_pages(len(moves), is_write=True))
+        add_headers = partial(_add_headers, pages, self._scratch_rows(namespace), namespace.format)
+        for run_pages, run in checksum_ahead(runs, add_headers, self._plan_num_ahead(runs)):
+            yield from self._write(packs[run[0].address >> SLOT_BITS], run_pages, run)
 
-    Args:
-        directory: where from.
-        rows: the primary's.
-    """
+    def _write(self, pack: Pack, pages: Sequence[memoryview], run: Sequence[Move]) -> list[OffloadKey]:
+        """Write neighbouring slots behind their headers; when that fails, each by itself."""
+        try:
+            pack.write(run[0].address & SLOT_MASK, _interleave(pages, run))
+        except OSError as error:
+            if len(run) > 1:
+                return [
+                    key
+                    for page, move in zip(pages, run, strict=True)
+                    for key in self._write(pack, [page], [move])
+                ]
+            self._outage.on_failure("store", f"a block was not written: {error}")
+            return []
+        self._outage.on_success("store")
+        return [move.key for move in run]
 
-    def __init__(self, directory: FSDirectory, rows: Rows) -> None:
-        self._block_bytes = directory.block_bytes
-        self._rows = rows
-        self._files = directory.files
-        self._expiry = directory.expiry
-        self._failed = FailedReads(directory)
-        self._batch_blocks = plan_batch_files(rows.row_bytes)
-        self._pages = ThreadPages(self._batch_blocks)
-        self._outage = directory.outage
+    def _plan_num_ahead(self, runs: Sequence[Sequence[Move]]) -> int:
+        """Return how many calls get their headers ahead, more of them where slots are no neighbours."""
+        num_blocks = sum(map(len, runs))
+        if not num_blocks:
+            return 0
+        bytes_a_call = num_blocks * self._rows.row_bytes // len(runs)
+        return plan_num_checksums_ahead(bytes_a_call, has_direct_io=self._has_direct_io)
 
-    def read(
-        self, namespace: FSNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
+    def _read(
+        self, namespace: PackNamespace, packs: Mapping[int, Pack], run: Sequence[Move]
     ) -> dict[OffloadKey, TierFailure]:
-        """Read blocks into slots; return what is wrong with those that failed.
-
-        Thread: any of the pool's; blocks.
-        """
-        failures: dict[OffloadKey, TierFailure] = {}
-        pages = self._pages.of_this_thread()
-        digest, block_format = namespace.identity.digest, namespace.format
-        for start in range(0, len(keys), self._batch_blocks):
-            batch = keys[start : start + self._batch_blocks]
-            files = []
-            for key, slot, page in zip(batch, slots[start:], pages, strict=False):
-                files.append((namespace.block_path(key), (page, self._rows.row(slot))))
-            for key, (path, (page, row)), status in zip(batch, files, self._files.read(files), strict=True):
-                found = HeaderCheck.DAMAGED
-                if isinstance(status, FileStatus) and status.num_bytes >= self._block_bytes:
-                    found = (
-                        block_format.open(page, row, key, row)
-                        if block_format.is_encrypted
-                        else check_block(page, row, key, digest)
-                    )
-                if (
-                    self._expiry is not None
-                    and isinstance(status, FileStatus)
-                    and self._expiry.is_over(status.modified_s)
-                ):
-                    self._failed.remove(namespace, key, path, status, Loss.EXPIRED)
-                    failures[key] = TierFailure.ABSENT
-                elif found is not HeaderCheck.OK:
-                    failures[key] = self._failed.explain(namespace, key, path, status, found)
-        if self._outage.is_out and TierFailure.IO_ERROR not in failures.values():
-            self._outage.on_success("load")
+        """Read neighbouring slots, and say what is wrong with which; when that fails, each by itself."""
+        pack = packs.get(run[0].address >> SLOT_BITS)
+        if pack is None:  # given away or lost since it was looked up
+            return {move.key: TierFailure.ABSENT for move in run}
+        pages = self._header_pages(len(run), is_write=False)
+        try:
+            num_whole = pack.read(run[0].address & SLOT_MASK, _interleave(pages, run)) // self._slot_bytes
+        except OSError as error:
+            if len(run) > 1:
+                return {
+                    key: failure
+                    for move in run
+                    for key, failure in self._read(namespace, packs, [move]).items()
+                }
+            self._outage.on_failure("load", f"a block was not read: {error}")
+            return {run[0].key: TierFailure.IO_ERROR}
+        self._outage.on_success("load")
+        failures = {}
+        for number, (page, move) in enumerate(zip(pages, run, strict=True)):
+            is_whole = number < num_whole
+            found = (
+                namespace.format.open(page, move.row, move.key, move.row) if is_whole else HeaderCheck.DAMAGED
+            )
+            if found is not HeaderCheck.OK:
+                failures[move.key] = FAILURE_OF_CHECK[found]
         return failures
 
+    def _answer_failures(
+        self, namespace: PackNamespace, moves: Sequence[Move], failures: dict[OffloadKey, TierFailure]
+    ) -> None:
+        """Tell blocks that were damaged from those that left meanwhile, which are absent and no fault."""
+        for move in moves:
+            failure = failures.get(move.key)
+            if failure is None or failure is TierFailure.IO_ERROR:
+                continue
+            if move.pin is None and self._catalog.has_left(namespace, move.key, move.address):
+                failures[move.key] = TierFailure.ABSENT
+                continue
+            where = self._catalog.describe(move.address)
+            logger.warning("tier %s: the block in %s is %s", self._catalog.tier, where, failure.value)
+            if move.pin is None:
+                self._report_damaged(namespace, move.key, move.address)
 
-class FailedReads:
-    """Deals with blocks that could not be read; keeps no state.
+    def _report_damaged(self, namespace: PackNamespace, key: OffloadKey, address: int) -> None:
+        """Leave a neighbour's block alone, and have its owner look at it."""
+        if namespace.neighbours.forget(key, address):
+            self._table.count_neighbours((), (key,), Loss.DAMAGED)
+            self._keeper.report_damaged(address)
+
+    def _count_loads(self, num_arrived: int, num_absent: int, failures: Iterable[TierFailure]) -> None:
+        self._counters.add(
+            hits=num_arrived, loaded_bytes=num_arrived * self._rows.row_bytes, absent=num_absent
+        )
+        for failure in failures:
+            self._counters.add(**{failure.value: 1})
+
+    def _scratch_rows(self, namespace: PackNamespace) -> Iterator[memoryview | None]:
+        """Return the thread's memory for encrypted rows; None for plain ones."""
+        return iter(self._scratch.of_this_thread()) if namespace.format.is_encrypted else repeat(None)
+
+    def _header_pages(self, num: int, *, is_write: bool) -> list[memoryview]:
+        """Return pages of the calling thread: what was read is never written into another slot."""
+        name = "write_pages" if is_write else "read_pages"
+        pages: list[memoryview] | None = getattr(self._of_thread, name, None)
+        if pages is None:
+            pages = allocate_pages(self._max_task_blocks)
+            setattr(self._of_thread, name, pages)
+        return pages[:num]
+
+
+def _add_headers(
+    pages: Iterator[memoryview],
+    scratch_rows: Iterator[memoryview | None],
+    block_format: BlockFormat,
+    run: Sequence[Move],
+) -> tuple[list[memoryview], Sequence[Move]]:
+    """Fill the next of ``pages`` with the headers of a run; return them and what is to be written behind them."""
+    taken = list(islice(pages, len(run)))
+    sealed = []
+    for page, move in zip(taken, run, strict=True):
+        header, payload = block_format.seal(move.key, move.row, next(scratch_rows))
+        page[:ENVELOPE_BYTES] = header
+        sealed.append(move._replace(row=payload))
+    return taken, sealed
+
+
+def _interleave(pages: Sequence[memoryview], run: Sequence[Move]) -> list[memoryview]:
+    buffers: list[memoryview] = []
+    for page, move in zip(pages, run, strict=True):
+        buffers += (page, move.row)
+    return buffers
+
+
+def join_runs(moves: Iterable[Move], max_blocks: int) -> list[Sequence[Move]]:
+    """Return the moves ordered by slot, cut wherever a slot does not follow the one before. Pure.
 
     Args:
-        directory: where they are.
+        moves: of slots that differ.
+        max_blocks: moves in a run.
     """
-
-    def __init__(self, directory: FSDirectory) -> None:
-        self._directory = directory
-        self._files = directory.files
-        self._outage = directory.outage
-
-    def explain(
-        self,
-        namespace: FSNamespace,
-        key: OffloadKey,
-        path: str,
-        status: FileStatus | OSError,
-        found: HeaderCheck,
-    ) -> TierFailure:
-        """Return why a block was not loaded; one that cannot be loaded again leaves the index."""
-        if isinstance(status, FileStatus) and self._files.is_still(path, status):
-            failure = FAILURE_OF_CHECK[found]
-            logger.warning("tier fs: block %s is %s (%s)", path, failure.value, found.value)
-            if failure is TierFailure.DAMAGED:
-                self.remove(namespace, key, path, status, Loss.DAMAGED)
-        elif isinstance(status, FileStatus | FileNotFoundError):
-            failure = TierFailure.ABSENT  # or evicted, and its file written over, while it was read
-        elif self._files.is_irregular(path):
-            logger.warning("tier fs: %s is no regular file, as a block is one: it is removed", path)
-            failure = TierFailure.DAMAGED
-            self._remove_irregular(path)
+    runs: list[list[Move]] = []
+    for move in sorted(moves, key=lambda move: move.address):
+        if runs and len(runs[-1]) < max_blocks and runs[-1][-1].address + 1 == move.address:
+            runs[-1].append(move)
         else:
-            self._outage.on_failure("load", f"a block was not loaded: {status}")
-            return TierFailure.IO_ERROR
-        namespace.index.discard((key,), Loss.FOREIGN if failure is TierFailure.FOREIGN else None)
-        return failure
-
-    def remove(
-        self, namespace: FSNamespace, key: OffloadKey, path: str, status: FileStatus, why: Loss
-    ) -> None:
-        """Remove a block that was read, unless its file was replaced since, and remember ``why``."""
-        try:
-            self._directory.remove_block(key, path, status)
-            namespace.index.evict((key,), why)
-        except OSError as error:
-            logger.warning("tier fs: block %s (%s) cannot be removed: %s", path, why.name.lower(), error)
-
-    def _remove_irregular(self, path: str) -> None:
-        """Remove what is not counted; a folder only when it is empty."""
-        try:
-            if Path(path).is_dir() and not Path(path).is_symlink():
-                Path(path).rmdir()
-            else:
-                Path(path).unlink(missing_ok=True)
-        except OSError as error:
-            logger.warning("tier fs: %s cannot be removed: %s", path, error)
+            runs.append([move])
+    return list(runs)

@@ -74,14 +74,13 @@ DIRECT_IO: Mapping[str, Setting] = setting(
 """The setting ``direct_io`` of a tier on a disk."""
 
 
-def num_threads_setting(more: str = "") -> Mapping[str, Setting]:
-    """Return the setting ``num_threads`` of a tier on a disk; ``more`` follows its default in the documentation."""
-    return setting(
-        whole(1, MAX_THREADS),
-        "fewer leave a fast disk idle; more compete for the same device, cores and interpreter",
-        unit=f"1 to {MAX_THREADS}",
-        default_text=f"eight for direct I/O on rows of at least 512 KiB, else four{more}",
-    )
+NUM_THREADS: Mapping[str, Setting] = setting(
+    whole(1, MAX_THREADS),
+    "fewer leave a fast disk idle; more compete for the same device, cores and interpreter",
+    unit=f"1 to {MAX_THREADS}",
+    default_text="eight for direct I/O on rows of at least 512 KiB, else four",
+)
+"""The setting ``num_threads`` of a tier on a disk."""
 
 
 def plan_num_threads(num_threads: int | None, row_bytes: int, *, has_direct_io: bool) -> int:

@@ -264,6 +264,18 @@ class Place(ABC):
         """
         del namespaces
 
+    def remove_older_formats(self, *, is_dry_run: bool) -> Amount:
+        """Remove what older versions of kvtier wrote into files that no tier reads any more; return how much that was.
+
+        Args:
+            is_dry_run: only count it.
+
+        Raises:
+            TierError: the place cannot be changed.
+        """
+        del is_dry_run
+        return NOTHING
+
     def close(self) -> None:
         """Close connections and files; idempotent."""
 

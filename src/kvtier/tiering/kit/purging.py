@@ -7,13 +7,11 @@ when the tier shuts down; what is removed by then stays removed.
 import logging
 import threading
 from collections.abc import Callable, Generator
-from itertools import islice
 from typing import NamedTuple
 
 from kvtier.base import OffloadKey
 from kvtier.errors import KVTierError, TierError
 from kvtier.tiering.base import PurgeOutcome
-from kvtier.tiering.kit.place import Place
 
 logger = logging.getLogger(__name__)
 
@@ -116,27 +114,3 @@ class BackgroundPurge:
         except Exception as error:  # thread top: an engine serves on without its purge
             logger.exception("tier %s: a purge has failed", self._tier)
             self._error = f"{type(error).__name__}: {error}"
-
-
-def remove_from_place(open_place: Callable[[], Place], namespace: str, tenant: int | None = None) -> Batches:
-    """Remove every block of a namespace, or those of one tenant in it, from a place, a batch for each item.
-
-    Folders and documents stay: this engine writes on, and so may others.
-
-    Raises:
-        KVTierError: the place cannot be reached or changed, and what to do.
-    """
-    place = open_place()
-    try:
-        place.begin_removal()
-        try:
-            blocks = place.blocks((namespace,))
-            while batch := list(islice(blocks, BATCH_BLOCKS)):
-                if tenant is not None:
-                    batch = [block for block in batch if block.tenant == tenant]
-                amount = place.remove(batch, unless_changed=False)
-                yield Removed(amount.num, [block.key for block in batch if block.key is not None])
-        finally:
-            place.end_removal(())
-    finally:
-        place.close()

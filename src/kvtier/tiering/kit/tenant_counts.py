@@ -5,8 +5,7 @@ are the listed names and two more, so a client cannot make new ones.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable
 
 from kvtier.base import OffloadKey, get_offload_tenant
 from kvtier.config import OffloadingConfig
@@ -94,11 +93,3 @@ def make_tenant_counts(config: OffloadingConfig, tier: str, block_bytes: int) ->
     """
     tenants = make_tenants(config.settings)
     return None if tenants is None else TenantCounts(tenants, tier, block_bytes)
-
-
-def make_excesses(
-    config: OffloadingConfig, tier: str
-) -> Callable[[Mapping[int, int]], dict[int, int]] | None:
-    """Return what says by how many bytes tenants are beyond their quotas in a tier; None where none has one there."""
-    tenants = make_tenants(config.settings)
-    return partial(tenants.excesses, place=tier) if tenants is not None and tenants.has_quota(tier) else None
