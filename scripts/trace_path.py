@@ -309,7 +309,9 @@ def summary(sections: Sequence[Section]) -> list[str]:
         num_files = len({file for file, _ in ran})
         lines.append(f"{path.name}: {len(ran)} functions, {num_files} files")
         if path is TracedPath.MISS:
-            lines.append(f"{path.name}: {num_calls_of_a_key(found)} calls for a key, the poll of the step among them")
+            lines.append(
+                f"{path.name}: {num_calls_of_a_key(found)} calls for a key, the poll of the step among them"
+            )
     return lines
 
 

@@ -16,8 +16,8 @@ MOST = [133, 38]
 """Functions and files of a store, and of a load."""
 
 MAX_CALLS_OF_A_KEY = 19
-"""A reader holds the way of one store or one load in the head; each frame of a lookup is paid for each block, but for the
-nine of the poll that a step begins with."""
+"""A reader holds the way of one store or one load in the head; each frame of a lookup is paid for each block, but for
+the nine of the poll that a step begins with."""
 
 
 def summary_of(output: str) -> list[str]:

@@ -22,7 +22,10 @@ def test_the_summary_has_numbers_for_the_miss_the_store_and_the_load(
 
     lines = capsys.readouterr().out.splitlines()
     found = [
-        re.fullmatch(r"(\w+): (\d+) (functions, (\d+) files|calls for a key, the poll of the step among them)", line) for line in lines
+        re.fullmatch(
+            r"(\w+): (\d+) (functions, (\d+) files|calls for a key, the poll of the step among them)", line
+        )
+        for line in lines
     ]
     assert [match and match[1] for match in found] == ["MISS", "MISS", "STORE", "LOAD"]
     assert all(match is not None and int(match[2]) > 0 for match in found)
