@@ -3,9 +3,11 @@
 import shutil
 from pathlib import Path
 
+import pytest
 from tests.tiering.fs.conftest import StartTier
 from tests.tiering.fs.engine import NUM_PACK_SLOTS, bytes_of_packs, tick
 
+from kvtier.errors import ConfigError
 from kvtier.misses import MissCause
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_driver import HANG_GUARD_S, TierDriver, key_of
@@ -209,7 +211,8 @@ def test_an_engine_that_starts_beside_another_takes_no_pack_from_it(start_tier: 
 
 
 def test_the_smallest_capacity_of_living_engines_counts(start_tier: StartTier, root: Path) -> None:
-    small, large = start_tier(capacity_bytes=bytes_of_packs(2)), start_tier(capacity_bytes=bytes_of_packs(8))
+    large = start_tier(capacity_bytes=bytes_of_packs(8))
+    small = start_tier(capacity_bytes=bytes_of_packs(2), allow_shrink=True)
     keep(small, large)
     for number in range(6 * NUM_PACK_SLOTS):
         large.store([number])
@@ -217,6 +220,20 @@ def test_the_smallest_capacity_of_living_engines_counts(start_tier: StartTier, r
     assert small.tier.shutdown(HANG_GUARD_S)
     keep(large)
     large.poll_until(lambda: large.store([1000]).success and own_packs(large) > 2)
+
+
+def test_an_engine_is_refused_whose_capacity_would_take_half_of_what_others_may_use(
+    start_tier: StartTier,
+) -> None:
+    large = start_tier(capacity_bytes=bytes_of_packs(16))
+    keep(large)
+    with pytest.raises(ConfigError, match="that engines that use it allow"):
+        start_tier(capacity_bytes=bytes_of_packs(4))
+    allowed = start_tier(capacity_bytes=bytes_of_packs(4), allow_shrink=True)
+    assert allowed.store([1]).success
+    assert allowed.tier.shutdown(HANG_GUARD_S)
+    assert large.tier.shutdown(HANG_GUARD_S)
+    assert start_tier(capacity_bytes=bytes_of_packs(4)).lookup(1)
 
 
 def test_a_damaged_block_of_another_engine_is_dropped_by_its_owner(start_tier: StartTier, root: Path) -> None:

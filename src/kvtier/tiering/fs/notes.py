@@ -354,6 +354,20 @@ class OthersNotes:
                 os.close(found.fd)
 
 
+def list_capacities(root: Path, file_mode: int) -> list[int]:
+    """Return what the living processes of a directory allow all packs to take, in bytes.
+
+    Args:
+        root: the directory; it need not exist.
+        file_mode: permissions of files in it.
+    """
+    others = OthersNotes(root, "", file_mode=file_mode)
+    try:
+        return [one.state.capacity_bytes for one in others.poll()]
+    finally:
+        others.close()
+
+
 def seal_notes(data: bytes) -> bytes:
     """Return the first part of a file with its checksum. Pure.
 

@@ -29,7 +29,7 @@ from kvtier.tiering.fs.documents import (
     read_beside,
 )
 from kvtier.tiering.fs.file_systems import require_unshared
-from kvtier.tiering.fs.notes import NOTES_SUFFIX, OthersNotes
+from kvtier.tiering.fs.notes import NOTES_SUFFIX, OthersNotes, list_capacities
 from kvtier.tiering.fs.pack_files import (
     NAMESPACE_NAME,
     NEW_SUFFIX,
@@ -316,7 +316,7 @@ def probe_pack_place(own: Mapping[str, object]) -> list[TierFinding]:
     findings = _probe_access(root, settings.file_mode)
     findings = findings or [TierFinding(is_good=True, text=f"{root} {is_there}")]
     used_bytes = sum(found.num_bytes for found in list_all_packs(root)) + sum(list_older_blocks(root))
-    shrinking = explain_shrinking(settings, used_bytes)
+    shrinking = explain_shrinking(settings, used_bytes, list_capacities(root, settings.file_mode))
     if shrinking is not None:
         text = f"capacity_bytes {settings.capacity_bytes} {shrinking}"
         findings.append(TierFinding(is_good=False, text=text))

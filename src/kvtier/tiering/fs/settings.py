@@ -1,6 +1,7 @@
 """The tier's own settings. Nothing is opened here; whether the directory can be used is seen when the tier is built."""
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -85,18 +86,22 @@ class PackSettings:
     num_threads: int | None = field(default=None, metadata=NUM_THREADS)
 
 
-def explain_shrinking(settings: PackSettings, used_bytes: int) -> str | None:
+def explain_shrinking(settings: PackSettings, used_bytes: int, allowed: Collection[int]) -> str | None:
     """Return why a capacity is too small for a directory, None where it is not. Pure.
 
     Args:
         settings: the engine's.
         used_bytes: what the directory holds.
+        allowed: the capacities of the engines that use it now; the smallest counts for all.
     """
-    if settings.allow_shrink or 2 * settings.capacity_bytes >= used_bytes:
+    allowed_bytes = min(allowed, default=0)
+    most_bytes = max(used_bytes, allowed_bytes)
+    if settings.allow_shrink or 2 * settings.capacity_bytes >= most_bytes:
         return None
+    what = f"{settings.root_dir} holds" if used_bytes >= allowed_bytes else "engines that use it allow"
     return (
-        f"is less than half of the {used_bytes} bytes that {settings.root_dir} holds: give more, another root_dir, "
-        'or "allow_shrink": true to remove the rest'
+        f"is less than half of the {most_bytes} bytes that {what}, and the smallest capacity counts for all: give "
+        'more, another root_dir, or "allow_shrink": true to remove the rest'
     )
 
 

@@ -29,6 +29,7 @@ from kvtier.tiering.fs.documents import PackSiblings
 from kvtier.tiering.fs.expiry import SlotExpiry
 from kvtier.tiering.fs.keeper import Keeper
 from kvtier.tiering.fs.neighbours import Neighbours, PackNamespace
+from kvtier.tiering.fs.notes import list_capacities
 from kvtier.tiering.fs.pack_header import disk_bytes_of
 from kvtier.tiering.fs.place import TIER_TYPE, PackPlace, open_pack_place, probe_pack_place
 from kvtier.tiering.fs.room import Room
@@ -241,7 +242,8 @@ def open_directory(
         raise ConfigError(
             "direct_io", value=True, remedy='the file system or the rows forbid it: say "auto" to go without'
         )
-    shrinking = explain_shrinking(settings, directory.used_bytes())
+    allowed = list_capacities(settings.root_dir, settings.file_mode)
+    shrinking = explain_shrinking(settings, directory.used_bytes(), allowed)
     if shrinking is not None:
         raise PlaceError("capacity_bytes", settings.capacity_bytes, shrinking)
     return directory
