@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from tests.engines.transformers.conftest import MakeEngine
+from tests.tiering.fs.slots import stored_blocks
 from transformers import LlamaForCausalLM
 
 from kvtier.engines.transformers import KVTierEngine
@@ -59,8 +60,7 @@ class Filled:
     @property
     def num_on_disk(self) -> int:
         """Blocks in the directory."""
-        files = [path for path in self.folder.rglob("*") if path.is_file()]
-        return sum(path.stat().st_size > ROW_BYTES for path in files)
+        return len(stored_blocks(self.folder))
 
 
 def loss_lines(caplog: pytest.LogCaptureFixture) -> list[str]:

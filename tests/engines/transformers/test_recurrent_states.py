@@ -9,8 +9,10 @@ import torch
 from tests.cache_name import CACHE_NAME
 from tests.engines.transformers.recurrent_models import MAKERS
 from tests.engines.transformers.test_engine_faults import FailingSpec, tamper_with_loads
+from tests.tiering.fs.slots import StoredBlock, stored_blocks
 from transformers import PreTrainedModel
 
+from kvtier.base import OffloadKey, get_offload_group_idx
 from kvtier.config import OffloadingConfig
 from kvtier.engines.transformers import GenerationResult, KVTierEngine
 from kvtier.engines.transformers.model_adapter import find_cache_name
@@ -282,14 +284,13 @@ def test_a_wrong_state_is_seen_in_the_answer(
     assert float((result.logits[0] - expected[1][0]).abs().max()) > 10 * TOLERANCE
 
 
-def files_of_group(root: Path, group_idx: int) -> list[Path]:
-    """Return the files with blocks of one KV group; of a model that has attention too, states are the second."""
-    ending = f"{group_idx:08x}"
-    return sorted(path for path in root.rglob("*") if path.is_file() and path.stem.endswith(ending))
+def blocks_of_group(root: Path, group_idx: int) -> list[StoredBlock]:
+    """Return the stored blocks of one KV group; of a model that has attention too, states are the second."""
+    return [one for one in stored_blocks(root) if get_offload_group_idx(OffloadKey(one.name)) == group_idx]
 
 
 @one_model
-@pytest.mark.parametrize("damage", ["truncated", "of another kind", "swapped"])
+@pytest.mark.parametrize("damage", ["torn", "of another kind", "swapped"])
 def test_a_damaged_or_foreign_state_on_the_disk_is_a_miss(
     model: PreTrainedModel,
     prompt: list[int],
@@ -304,14 +305,15 @@ def test_a_damaged_or_foreign_state_on_the_disk_is_a_miss(
     engine.run(prompt, 1)
     assert engine.drain(WAIT_S)
     engine.shutdown()
-    files = files_of_group(tmp_path / "fs", 1)
-    assert len(files) == 4
-    contents = [path.read_bytes() for path in files]
-    other = files_of_group(tmp_path / "fs", 0)[0].read_bytes()
-    for index, path in enumerate(files):
-        path.write_bytes(
+    blocks = blocks_of_group(tmp_path / "fs", 1)
+    assert len(blocks) == 4
+    contents = [block.read() for block in blocks]
+    other = blocks_of_group(tmp_path / "fs", 0)[0].read()
+    for index, block in enumerate(blocks):
+        half = len(contents[index]) // 2
+        block.write(
             {
-                "truncated": contents[index][: len(contents[index]) // 2],
+                "torn": contents[index][:half] + bytes(len(contents[index]) - half),
                 "of another kind": other,
                 "swapped": contents[index - 1],
             }[damage]
@@ -334,12 +336,13 @@ def test_attention_without_its_state_is_computed_from_an_earlier_state(
     first = start(model, extra_config=settings)
     first.run(prompt[:34], 1)
     assert first.drain(WAIT_S)
-    earlier = set(files_of_group(tmp_path / "fs", 1))
+    earlier = {block.name for block in blocks_of_group(tmp_path / "fs", 1)}
     first.run(prompt, 1)
     assert first.drain(WAIT_S)
     first.shutdown()
-    for path in set(files_of_group(tmp_path / "fs", 1)) - earlier:
-        path.unlink()
+    for block in blocks_of_group(tmp_path / "fs", 1):
+        if block.name not in earlier:
+            block.flip()
     result = run(start(model, extra_config=settings), prompt)
     assert result.sources == {"fs": 32, "computed": 43}
     assert_same(result, expected)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.tiering.fs.slots import stored_blocks
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from kvtier.engines.transformers import KVTierEngine
@@ -72,13 +73,9 @@ def test_a_damaged_file_ends_the_prefix_and_the_tokens_are_right(
 ) -> None:
     tokens, _ = plain(llama, prompt, NUM_NEW_TOKENS)
     fill(make_engine(llama, extra_config=settings), prompt)
-    files = [
-        path for path in (tmp_path / "fs").rglob("*") if path.is_file() and path.stat().st_size > ROW_BYTES
-    ]
-    assert len(files) == 9
-    content = bytearray(files[0].read_bytes())
-    content[-100] ^= 1
-    files[0].write_bytes(content)
+    blocks = stored_blocks(tmp_path / "fs")
+    assert len(blocks) == 9
+    blocks[0].flip()
     result = make_engine(llama, extra_config=settings).run(prompt, NUM_NEW_TOKENS)
     assert result.sources.get("fs", 0) < 72
     assert result.tokens == tokens

@@ -18,6 +18,8 @@ from kvtier.tiering.kit.quota_counts import (
     take_oldest,
 )
 
+BLOCK_BYTES = 1024
+
 ALICE, BOB = tenant_number("alice"), tenant_number("bob")
 
 
@@ -28,10 +30,10 @@ def make_counts(clock: ManualClock, **quotas: int | None) -> QuotaCounts:
 
 
 def found(**num_blocks: int) -> TenantSums:
-    """Return sums of blocks of ten bytes."""
+    """Return sums of blocks of BLOCK_BYTES."""
     sums = TenantSums()
     for name, num in num_blocks.items():
-        sums.add(tenant_number(name), num, 10 * num)
+        sums.add(tenant_number(name), num, BLOCK_BYTES * num)
     return sums
 
 
@@ -44,43 +46,43 @@ def listed(counts: QuotaCounts, **num_blocks: int) -> None:
 def test_without_a_quota_in_the_tier_nothing_is_counted() -> None:
     clock = ManualClock()
     assert make_quota_counts(config_of_tenants("valkey", {"alice": None}), "valkey", clock) is None
-    assert make_quota_counts(config_of_tenants("fs", {"alice": 10}), "valkey", clock) is None
+    assert make_quota_counts(config_of_tenants("fs", {"alice": BLOCK_BYTES}), "valkey", clock) is None
 
 
 def test_sums_are_what_was_found_and_what_came_and_went_since() -> None:
-    counts = make_counts(ManualClock(), alice=100, bob=None)
+    counts = make_counts(ManualClock(), alice=10 * BLOCK_BYTES, bob=None)
     listed(counts, alice=3, bob=2)
-    counts.on_stored([key_of_tenant("alice", 1), key_of_tenant("bob", 2)], 10)
-    counts.on_removed(ALICE, 2, 20)
+    counts.on_stored([key_of_tenant("alice", 1), key_of_tenant("bob", 2)], BLOCK_BYTES)
+    counts.on_removed(ALICE, 2, 2 * BLOCK_BYTES)
     stats = counts.stats()
     assert stats == {
         "tenant_blocks.alice": 2,
         "tenant_blocks.bob": 3,
-        "tenant_bytes.alice": 20,
-        "tenant_bytes.bob": 30,
+        "tenant_bytes.alice": 2 * BLOCK_BYTES,
+        "tenant_bytes.bob": 3 * BLOCK_BYTES,
     }
     listed(counts, bob=1)
     assert counts.stats()["tenant_blocks.alice"] == 0
-    assert counts.stats()["tenant_bytes.bob"] == 10
+    assert counts.stats()["tenant_bytes.bob"] == BLOCK_BYTES
 
 
 def test_a_name_that_tells_no_tenant_is_not_counted() -> None:
     sums = TenantSums()
-    sums.add_found(None, 10)
-    sums.add_found(key_of_tenant("alice", 1), 10)
+    sums.add_found(None, BLOCK_BYTES)
+    sums.add_found(key_of_tenant("alice", 1), BLOCK_BYTES)
     assert sums.num_blocks == {ALICE: 1}
 
 
 def test_the_first_store_and_then_an_eighth_of_a_quota_asks_for_a_listing() -> None:
     clock = ManualClock()
-    counts = make_counts(clock, alice=80, bob=None)
+    counts = make_counts(clock, alice=8 * BLOCK_BYTES, bob=None)
     assert not counts.is_due
     counts.on_stored([key_of_tenant("alice", 1)], 1)
     assert counts.is_due
     listed(counts)
     assert not counts.is_due
-    counts.on_stored([key_of_tenant("bob", number) for number in range(100)], 10)
-    counts.on_stored([key_of_tenant("alice", 1)], 10)
+    counts.on_stored([key_of_tenant("bob", number) for number in range(100)], BLOCK_BYTES)
+    counts.on_stored([key_of_tenant("alice", 1)], BLOCK_BYTES)
     assert not counts.is_due
     counts.on_stored([key_of_tenant("alice", 2)], 1)
     assert counts.is_due
@@ -88,7 +90,7 @@ def test_the_first_store_and_then_an_eighth_of_a_quota_asks_for_a_listing() -> N
 
 def test_what_others_may_have_stored_is_looked_for_after_a_while() -> None:
     clock = ManualClock()
-    counts = make_counts(clock, alice=80)
+    counts = make_counts(clock, alice=8 * BLOCK_BYTES)
     listed(counts)
     clock.advance(RECOUNT_S)
     assert not counts.is_due
@@ -97,12 +99,12 @@ def test_what_others_may_have_stored_is_looked_for_after_a_while() -> None:
 
 
 def test_a_pass_that_did_not_end_is_due_again() -> None:
-    counts = make_counts(ManualClock(), alice=80)
+    counts = make_counts(ManualClock(), alice=8 * BLOCK_BYTES)
     counts.begin_listing()
     assert counts.is_due
     counts.end_listing(found(alice=9))
     assert counts.is_due
-    assert counts.excesses() == {ALICE: 10}
+    assert counts.excesses() == {ALICE: BLOCK_BYTES}
     counts.end_pass()
     assert not counts.is_due
 

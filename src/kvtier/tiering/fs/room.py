@@ -137,7 +137,8 @@ class Room:
                 self.want = Want(self._catalog.namespace.name, self._wall_clock(), used_s)
                 return False
         except OSError as error:
-            self._outage.on_failure("room", f"no pack can be made: {error}")
+            if self._catalog.directory.root.is_dir():  # else the keeper says that the directory is gone
+                self._outage.on_failure("room", f"no pack can be made: {error}")
             return False
         self._outage.on_success("room")
         return True

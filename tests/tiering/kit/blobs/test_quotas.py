@@ -21,7 +21,7 @@ from kvtier.tiering.kit.blobs.quotas import BlobQuotas, TenantNames
 from kvtier.tiering.kit.blobs.store import CAPACITY_COUNTS
 from kvtier.tiering.kit.quota_counts import make_quota_counts
 
-BLOCK_BYTES = 10
+BLOCK_BYTES = 1024
 HANG_GUARD_S = 60.0
 IDENTITY = make_namespace(make_config(), BLOCK_BYTES)
 
