@@ -109,7 +109,6 @@ class TestPacks(EveryRole):
         "other lengths": ONE_LENGTH,
         "untouched slots": "blocks are read into their slots and checked there",
         "whole removals": "an engine that lives keeps its emptied packs",
-        "foreign values": "what is in an own slot and is none of ours was put there by force, and goes",
         "small jobs": "small jobs of a step are one call, which may have more blocks than a tiny tier has slots",
         "one copy": "two engines that store a block within a tenth of a second store it twice",
         "quotas of all models": "a quota counts the blocks of one namespace",

@@ -77,6 +77,11 @@ class BlockAccounts:
             for key in keys:
                 self._gone.add(key)
 
+    def report_foreign(self, keys: Collection[OffloadKey]) -> None:
+        """Remember that blocks are there and cannot be read; they stay."""
+        if keys and self._losses is not None:
+            self._losses.report(list(keys), Loss.FOREIGN)
+
     def rank_beyond(self, added: Sequence[OffloadKey]) -> tuple[list[tuple[int, int]], int]:
         """Return which tenants beyond their quotas give first where a store needs room, as ``TenantCounts`` does.
 

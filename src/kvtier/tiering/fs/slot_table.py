@@ -385,6 +385,11 @@ class SlotTable:
         with self._lock:
             self._accounts.report_gone([key for key in keys if not self._own.is_ready(key)], loss)
 
+    def report_foreign(self, keys: Collection[OffloadKey]) -> None:
+        """Remember that blocks are there and cannot be read by this engine."""
+        with self._lock:
+            self._accounts.report_foreign(keys)
+
     def drain_evicted(
         self, being_stored: Collection[OffloadKey], is_neighbours: Callable[[OffloadKey], bool]
     ) -> list[OffloadKey] | None:
@@ -483,13 +488,7 @@ class SlotTable:
     def _evict_beyond(
         self, missing: Sequence[OffloadKey], num: int, protected: Collection[OffloadKey]
     ) -> tuple[list[tuple[OffloadKey, BlockStatus]], int]:
-        """Evict own blocks of tenants beyond their quotas; return them, and how many of anybody's may go besides.
-
-        Args:
-            missing: blocks that the store adds.
-            num: slots that it needs.
-            protected: blocks that stay.
-        """
+        """Evict own blocks of tenants beyond their quotas; return them, and how many of anybody's may go besides."""
         victims: list[tuple[OffloadKey, BlockStatus]] = []
         ranked, num_beyond = self._accounts.rank_beyond(missing)
         for number, excess in ranked:

@@ -176,9 +176,13 @@ class PackBlockStore(BlockStore[PackNamespace], PageKeeper[PackNamespace]):
                     failures |= self._read(namespace, packs, run)
                 self._answer_failures(namespace, moves, failures)
         finally:
-            damaged = [key for key, failure in failures.items() if failure is not TierFailure.IO_ERROR]
+            # A foreign block stays: an engine whose ring of keys is newer reads it.
+            damaged = [key for key, failure in failures.items() if failure is TierFailure.DAMAGED]
             own = [move.pin for move in moves if move.pin is not None]
             self._table.complete_load(own, damaged)
+        self._table.report_foreign(
+            [key for key, failure in failures.items() if failure is TierFailure.FOREIGN]
+        )
         if failures:
             self._catalog.drop_slots(self._table.take_undropped())
         succeeded = [move.key for move in moves if move.key not in failures]

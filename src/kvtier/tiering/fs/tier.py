@@ -171,11 +171,11 @@ class FSTier(
         del req_context
         if not self._catalog.is_indexed:
             return Miss(MissCause.TIER_DOWN, TIER_TYPE, MappingProxyType({"reason": "indexing"}))
-        known = self.explain_unused(key)
+        if self._namespace.neighbours.is_over(key):
+            return Miss(MissCause.EXPIRED, TIER_TYPE)
+        known = self.explain_unused(key) or self._losses.explain(key)
         if known is None and not self._catalog.is_held(self._namespace, key):
-            if self._namespace.neighbours.is_over(key):
-                return Miss(MissCause.EXPIRED, TIER_TYPE)
-            known = self._losses.explain(key) or self._siblings.explain(key)
+            known = self._siblings.explain(key)
         return known
 
     def reset(self, epoch: bytes) -> None:
