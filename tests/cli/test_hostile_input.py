@@ -158,6 +158,6 @@ def test_a_process_ends_with_one_line_too(words: list[str], tmp_path: Path) -> N
     places = {"{pipe}": str(tmp_path / "pipe"), "{deep}": str(tmp_path / "deep")}
     command = [sys.executable, "-m", "kvtier", *(places.get(word, word) for word in words)]
     ended = subprocess.run(command, capture_output=True, timeout=HANG_GUARD_S, check=False)
-    assert ended.returncode == 2
+    assert ended.returncode == (1 if words[0] == "why" else 2)  # the words may be an engine's that has ended
     assert b"Traceback" not in ended.stderr
     assert len(ended.stderr) < 2 * MAX_LINE_CHARS
