@@ -124,7 +124,11 @@ class PackBlockStore(BlockStore[PackNamespace], PageKeeper[PackNamespace]):
 
     def contains_batch(self, namespace: PackNamespace, keys: Sequence[OffloadKey]) -> Collection[OffloadKey]:
         self._catalog.wait_indexed(INDEX_WAIT_S)
-        return [key for key in keys if self._catalog.is_held(namespace, key)]
+        held = [key for key in keys if self._catalog.is_held(namespace, key)]
+        if len(held) < len(keys):  # no caller is in a hurry: others may have stored them since the last look
+            self._catalog.poll()
+            held = [key for key in keys if self._catalog.is_held(namespace, key)]
+        return held
 
     def store(
         self, namespace: PackNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
