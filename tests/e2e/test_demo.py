@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests.servers import require_mooncake
+from tests.tiering.fs.slots import stored_blocks
 from tests.tiering.patience import be_patient
 from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
@@ -202,7 +203,7 @@ def running_demo(place: Path, tiny_model: Path) -> Iterator[subprocess.Popen[byt
 
 def wait_for_blocks(process: subprocess.Popen[bytes], place: Path) -> None:
     """Return when the demo's tier has its first block; how long that takes is the machine's affair."""
-    while not list(place.rglob("*.kv")):
+    while not stored_blocks(place):
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(LOOK_INTERVAL_S)
 

@@ -31,6 +31,7 @@ from tests.e2e.vllm.engine_host import (
 )
 from tests.engines.vllm.entry_points import install_entry_points
 from tests.ports import free_port
+from tests.tiering.fs.slots import stored_blocks
 
 START_TIMEOUT_S = 240.0
 """Guard against a hang; a start takes about half a minute."""
@@ -166,7 +167,7 @@ class ServerProcess:
     def wait_for_blocks(self, folder: Path, num_blocks: int) -> None:
         """Wait until the fs tier in ``folder`` has written so many blocks: it writes beside the server's answers."""
         end_s = time.monotonic() + REQUEST_TIMEOUT_S
-        while sum(path.suffix == ".kv" for path in folder.rglob("*")) < num_blocks:
+        while len(stored_blocks(folder)) < num_blocks:
             assert time.monotonic() < end_s, f"{folder} never gets {num_blocks} blocks"
             time.sleep(POLL_S)
 

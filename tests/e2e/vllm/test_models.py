@@ -18,6 +18,7 @@ from tests.e2e.vllm.engine_process import EngineProcess
 from tests.e2e.vllm.prompts import GREEDY, SEEDED, WHOLE_TOKENS, make_prompt
 from tests.e2e.vllm.recurrent import found_of
 from tests.e2e.vllm.settings import settings_with
+from tests.tiering.fs.slots import stored_blocks
 
 
 @each("Llama", "Gemma", "Qwen")
@@ -226,12 +227,12 @@ def test_a_restarted_engine_is_answered_from_disk_and_computes_what_is_damaged_t
             for prompt, found in zip(kind.prompts[:3], kind.found, strict=False)
         ]
 
-    files = {path.stem: path for path in (tmp_path / "blocks").rglob("*") if path.is_file()}
-    truncated, swapped, other = (files[of_prompt[0].hex()] for of_prompt in keys)
-    truncated.write_bytes(truncated.read_bytes()[:5000])
-    state, swap = swapped.read_bytes(), other.read_bytes()
-    swapped.write_bytes(swap)
-    other.write_bytes(state)
+    blocks = {block.name: block for block in stored_blocks(tmp_path / "blocks")}
+    torn, swapped, other = (blocks[of_prompt[0]] for of_prompt in keys)
+    torn.write(torn.read()[:5000].ljust(torn.geometry.slot_bytes, b"\0"))
+    state, swap = swapped.read(), other.read()
+    swapped.write(swap)
+    other.write(state)
 
     with EngineProcess(options) as engine:
         answers = engine.call("generate", kind.prompts, kind.sampling)

@@ -21,6 +21,7 @@ from tests.e2e.vllm.prompts import WHOLE_TOKENS, make_prompt
 from tests.e2e.vllm.server_process import HttpAnswer, ServerProcess
 from tests.e2e.vllm.settings import settings_with
 from tests.ports import free_port
+from tests.tiering.fs.slots import stored_blocks
 
 from kvtier.observe.control_client import EngineConnection, choose_instance
 
@@ -68,7 +69,7 @@ class Run:
 
     def num_files(self) -> int:
         """Return how many blocks are on the disk."""
-        return sum(path.suffix == ".kv" for path in self.blocks.rglob("*"))
+        return len(stored_blocks(self.blocks))
 
 
 def reload_call(path: str | None = None) -> dict[str, object]:
