@@ -1,6 +1,7 @@
 """What one engine has written to disk is found by another engine beside it, and not by one of another model."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ from tests.e2e.vllm.settings import settings_with
 
 PROMPTS = make_cycle(4)
 
+WAIT_S = 60.0
+"""Only a guard against a hang."""
+
 NUM_TRAINED_ROWS = 96
 """Rows of the embedding: few of the model's bytes, and some of each prompt's tokens."""
 
@@ -28,6 +32,14 @@ def written(llama: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
         engine.call("generate_in_turn", PROMPTS, GREEDY)
         engine.call("settle")
     return folder
+
+
+def wait_until_both_know(engine: EngineProcess, other: EngineProcess) -> None:
+    """Return when two engines know as many blocks: they read each other's journals ten times a second."""
+    end_s = time.monotonic() + WAIT_S
+    known = "tier.0.fs.indexed_blocks"
+    while engine.call("stats")[known] != other.call("stats")[known]:
+        assert time.monotonic() < end_s, "an engine does not find what the other has stored"
 
 
 def test_two_engines_with_one_key_ring_share_a_directory_while_both_run(
@@ -45,6 +57,7 @@ def test_two_engines_with_one_key_ring_share_a_directory_while_both_run(
         other.call("generate_in_turn", PROMPTS[2:], GREEDY)
         engine.call("settle")
         other.call("settle")
+        wait_until_both_know(engine, other)
 
         answers = engine.call("generate_in_turn", PROMPTS[2:], GREEDY)
         others = other.call("generate_in_turn", PROMPTS[:2], GREEDY)
