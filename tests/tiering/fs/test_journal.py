@@ -196,7 +196,6 @@ def test_a_wrong_byte_costs_its_record_and_writing_goes_on(path: Path) -> None:
         assert read(other) == [change for change in CHANGES if change.slot != at // RECORD_BYTES]
         journal.append([stored(9)])
         assert read(other) == [stored(9)]
-        assert other.num_damaged == 1
         journal.close()
         other.close()
 

@@ -12,6 +12,7 @@ from kvtier.misses import MissCause
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_driver import HANG_GUARD_S, TierDriver, key_of
 from kvtier.tiering.base import PurgeOutcome, TierSettings
+from kvtier.tiering.fs.keeper import WANT_S
 from kvtier.tiering.fs.pack_header import OWNER_OFFSET, OwnerMark, PackHeader
 from kvtier.tiering.fs.room import RETRY_S
 
@@ -142,6 +143,31 @@ def test_an_engine_of_another_model_gets_room_too(start_tier: StartTier) -> None
     assert second.store([100]).success
     assert second.load_right([100]) == {100}
     assert len(held(first, range(NUM_FULL))) == NUM_FULL - NUM_PACK_SLOTS
+
+
+def test_one_that_does_not_store_any_more_is_given_no_pack(start_tier: StartTier) -> None:
+    clocks = Clocks()
+    first = start_tier(**FULL, **clocks.options())
+    fill(first, 0, NUM_FULL)
+    clocks.advance(100)
+    second = start_tier(**FULL, **clocks.options())
+    assert not second.store([100]).success
+    keep(second)
+    clocks.advance(WANT_S + 1)
+    keep(second, first)
+    assert own_packs(first) == 4
+
+
+def test_each_of_two_that_lack_room_is_given_a_pack_once(start_tier: StartTier) -> None:
+    clocks = Clocks()
+    first = start_tier(**FULL, **clocks.options())
+    fill(first, 0, NUM_FULL)
+    clocks.advance(100)
+    others = [start_tier(model, **FULL, **clocks.options()) for model in ("model-b", "model-c")]
+    for other in others:
+        assert not other.store([100]).success
+    keep(*others, first, rounds=5)
+    assert own_packs(first) == 2
 
 
 def test_who_uses_its_blocks_keeps_them(start_tier: StartTier) -> None:

@@ -43,7 +43,7 @@ class PackCatalog:
 
     Mutable are the namespace, whether its packs have been listed, and those to be closed. ``_changing`` is held while
     packs are made, adopted, given away, listed or forgotten, with I/O, because two such changes of one pack must not
-    meet; jobs and the scheduler's thread do not take it.
+    meet. Jobs take it where they lack slots or have met a block that left; the scheduler's thread never does.
 
     Args:
         tier: type of the tier, for the log.

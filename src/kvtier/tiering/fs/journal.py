@@ -60,7 +60,6 @@ class Journal:
 
     Attributes:
         num_records: how many it has, as far as an owner knows.
-        num_damaged: bad records that were passed over.
         is_lost: whether there was no such file when it was opened.
 
     Raises:
@@ -86,7 +85,6 @@ class Journal:
         self._fd = -1
         self._num_read = self._seen_bytes = self.num_records = 0
         self._is_settled = self._is_torn = self._is_renamed = False
-        self.num_damaged = 0
         self.is_lost = False
         try:
             self._open()
@@ -147,7 +145,6 @@ class Journal:
             self._is_settled = end_bytes == self._seen_bytes
             self._seen_bytes = end_bytes
             self._num_read += num_read
-            self.num_damaged += num_read - len(records)
             return Tailed(is_new, records)
 
     def rewrite(self, select: Callable[[Records], Records], *, is_durable: bool) -> None:

@@ -66,6 +66,9 @@ USE_MARGIN_S = 2
 """A block counts as used since its record was written if it was used later by more than this. Less takes the end of its
 store for a use; more removes blocks that were used seconds ago."""
 
+WANT_S = 10.0
+"""Seconds for which a lack of room that another process has noted is believed: one that goes on storing notes it again
+each second. Longer gives packs to engines that do not store any more; shorter misses one whose thread was late."""
 
 STOP_S = 30.0
 """Seconds for which the thread is waited for when the tier ends: it stops at its next pack."""
@@ -85,7 +88,6 @@ class Keeper:
         room: learns how much all packs may take.
         process: name of this tier in notes.
         capacity_bytes: the engine's own.
-        ahead_slots: slots of a new pack, of which a part is dropped ahead.
         siblings: looks for missing blocks in other namespaces.
         clock: seconds, monotonic.
         wall_clock: seconds since 1970.
@@ -274,6 +276,8 @@ class Keeper:
     def _keep(self) -> None:
         namespace = self._catalog.namespace
         self._living = self._others.poll()
+        living = {one.process for one in self._living}
+        self._granted = {process: since_s for process, since_s in self._granted.items() if process in living}
         states = [one.state for one in self._living]
         self._room.set_limit(state.capacity_bytes for state in states)
         num_others = sum(state.namespace == namespace.name for state in states)
@@ -312,9 +316,14 @@ class Keeper:
         if oldest is None:
             return
         own = Tail(self._process, oldest[0])
+        now_s = self._wall_clock()
         for one in self._living:
             noted = one.state.wants
-            if noted is None or self._granted.get(one.process) == noted.since_s:
+            if (
+                noted is None
+                or now_s - noted.since_s > WANT_S
+                or self._granted.get(one.process) == noted.since_s
+            ):
                 continue
             want = Want(noted.namespace, noted.since_s, noted.oldest_used_s)
             tails = [
@@ -322,10 +331,10 @@ class Keeper:
                 for other in self._living
                 if other.state.oldest_used_s is not None
             ]
-            if gives(own, tails, want, self._wall_clock()):
+            if gives(own, tails, want, now_s):
                 is_same = want.namespace == self._catalog.namespace.name
                 self._catalog.give(oldest[1], is_first_to_go=not is_same)
-                self._granted = {one.process: noted.since_s}
+                self._granted[one.process] = noted.since_s
                 return
 
     def _answer_damage(self, namespace: PackNamespace, own_packs: dict[bytes, int], one: Neighbour) -> None:
@@ -397,6 +406,8 @@ class Keeper:
     def _look_for_siblings(self, namespace: PackNamespace) -> None:
         """Read what other namespaces hold, at the start, and while blocks are missing when there may be others."""
         is_missing = self._catalog.take_missing()
+        if is_missing:
+            self._used_s = self._clock()  # an engine that announces no request is at work, too
         try:
             changed_ns = self._directory.root.stat().st_mtime_ns
         except OSError:  # removed since the round began
