@@ -167,8 +167,9 @@ class PackDirectory:
         """Hold ``ROOT/.lock``, not twice in one thread; gives False when another process has kept it for a second.
 
         Raises:
-            OSError: the directory is gone or cannot be written.
+            OSError: the directory is gone or cannot be written, or nothing is mounted there any more.
         """
+        self._require_mounted()
         return self._lock.held()
 
     def folder_of(self, namespace_name: str) -> Path:
@@ -182,6 +183,7 @@ class PackDirectory:
             OSError: the system refused.
         """
         assert NAMESPACE_NAME.fullmatch(namespace_name), "a namespace has a name of 32 hex digits"
+        self._require_mounted()
         folder = self.folder_of(namespace_name)
         make_folder(folder, self.file_mode)
         return folder
@@ -337,6 +339,11 @@ class PackDirectory:
     def close_in_child(self) -> None:
         """Close what a forked child has of the directory; its packs are closed one by one."""
         self._lock.close_in_child()
+
+    def _require_mounted(self) -> None:
+        """Return if the file system is there: below its mount point a folder of another one may lie."""
+        if self._mount.is_away():
+            raise FileNotFoundError(errno.ENOENT, "nothing is mounted any more", str(self._mount.path))
 
     # Packs
 
