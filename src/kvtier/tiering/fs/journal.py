@@ -27,7 +27,7 @@ from kvtier.tiering.fs.records import (
     seal_records,
     whole_records,
 )
-from kvtier.tiering.fs.system_calls import KEEP_SIZE, PRIVATE_MODE, SystemCalls, open_regular
+from kvtier.tiering.fs.system_calls import KEEP_SIZE, PRIVATE_MODE, SystemCalls, named_when_done, open_regular
 
 _NO_JOURNAL = frozenset({errno.ENOENT, errno.ELOOP, errno.EPERM, errno.ENXIO})
 """What opening says where nothing lies under the name, a link, or no file of this user."""
@@ -194,19 +194,11 @@ class Journal:
     def _replace(self, data: bytes, *, is_durable: bool) -> None:
         """Put another file under the journal's name."""
         temporary = self._path.with_suffix(TEMPORARY_SUFFIX)
-        with suppress(FileNotFoundError):
-            self._calls.unlink(str(temporary))
-        fd = self._open_file(temporary, os.O_CREAT | os.O_EXCL)
-        try:
+        flags = os.O_RDWR | os.O_APPEND
+        with named_when_done(self._calls, temporary, self._path, flags, self._file_mode) as fd:
             self._write(fd, data)
             if is_durable:
                 self._calls.sync(fd)
-            self._calls.rename(str(temporary), str(self._path))
-        except BaseException:
-            os.close(fd)
-            with suppress(OSError):
-                self._calls.unlink(str(temporary))
-            raise
         self._close()
         self._take(fd, len(data) // RECORD_BYTES)
         self._num_read = self.num_records

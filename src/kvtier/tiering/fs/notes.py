@@ -23,6 +23,7 @@ from kvtier.tiering.fs.system_calls import (
     PRIVATE_MODE,
     REAL_CALLS,
     SystemCalls,
+    named_when_done,
     open_regular,
     transfer,
     try_lock,
@@ -217,17 +218,8 @@ class OwnNotes:
     def _make(self) -> int:
         """Make the file: it is locked before it has a name that others look at."""
         temporary = self._path.with_suffix(f"{NOTES_SUFFIX}.new")
-        with suppress(FileNotFoundError):
-            self._calls.unlink(str(temporary))
-        fd = open_regular(self._calls, temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._file_mode)
-        try:
+        with named_when_done(self._calls, temporary, self._path, os.O_RDWR, self._file_mode) as fd:
             self._calls.try_lock(fd)
-            self._calls.rename(str(temporary), str(self._path))
-        except BaseException:
-            os.close(fd)
-            with suppress(OSError):
-                self._calls.unlink(str(temporary))
-            raise
         self._num_uses = 0
         return fd
 

@@ -12,13 +12,12 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.tiering.fs.directory_lock import DirectoryLock
 from kvtier.tiering.fs.pack_header import MAX_SLOTS
-from kvtier.tiering.fs.system_calls import PRIVATE_MODE, REAL_CALLS, open_regular
+from kvtier.tiering.fs.system_calls import PRIVATE_MODE, REAL_CALLS, named_when_done, open_regular, transfer
 
 FILE_NAME = ".purge"
 TEMPORARY_NAME = ".purge.tmp"
@@ -187,9 +186,6 @@ def _change(root: Path, change: Callable[[list[PurgeRequest]], list[PurgeRequest
         data = json.dumps(requests, separators=(",", ":")).encode()
         if len(data) > MAX_FILE_BYTES:
             raise OSError(errno.EBUSY, "too much is asked for: wait until it is done", str(path))
-        with suppress(FileNotFoundError):
-            temporary.unlink()
-        fd = open_regular(REAL_CALLS, temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode)
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-        temporary.replace(path)
+        with named_when_done(REAL_CALLS, temporary, path, os.O_WRONLY, file_mode) as fd:
+            transfer(REAL_CALLS.pwritev, fd, [memoryview(data)], 0)
+        os.close(fd)

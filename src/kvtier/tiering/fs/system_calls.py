@@ -10,8 +10,8 @@ import fcntl
 import os
 import re
 import stat
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -158,3 +158,34 @@ def transfer(call: Callable[[int, Buffers, int], int], fd: int, buffers: Buffers
             break
         done += more
     return done
+
+
+@contextmanager
+def named_when_done(
+    calls: SystemCalls, temporary: Path, path: Path, flags: int, file_mode: int = PRIVATE_MODE
+) -> Iterator[int]:
+    """Make a file that gets its name, instead of the file that had it, when the block ends; none when the block raises.
+
+    The descriptor stays open, and is the caller's; it is closed when the block raises.
+
+    Args:
+        calls: the system.
+        temporary: its name until then; what has that name is removed.
+        path: its name.
+        flags: besides those that make a file.
+        file_mode: its permissions.
+
+    Raises:
+        OSError: the system refused.
+    """
+    with suppress(FileNotFoundError):
+        calls.unlink(str(temporary))
+    fd = open_regular(calls, temporary, flags | os.O_CREAT | os.O_EXCL, file_mode)
+    try:
+        yield fd
+        calls.rename(str(temporary), str(path))
+    except BaseException:
+        os.close(fd)
+        with suppress(OSError):
+            calls.unlink(str(temporary))
+        raise
