@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,12 @@ class Site:
         engine.run(self.prompt, 1)
         assert engine.drain(WAIT_S)
         engine.shutdown()
+
+    def await_blocks(self, engine: KVTierEngine) -> None:
+        """Return when a running engine knows of what others have stored."""
+        end_s = time.monotonic() + WAIT_S
+        while self.tier == "fs" and not engine.stats()["tier.0.fs.indexed_blocks"]:
+            assert time.monotonic() < end_s
 
     def sources(self, model: PreTrainedModel) -> dict[str, int]:
         """Return where a fresh engine takes the prompt from."""
@@ -210,6 +217,7 @@ def test_engines_that_were_built_before_either_served_share_where_their_weights_
     first, second = shared_site.start(llama), shared_site.start(copy.deepcopy(llama))
     first.run(shared_site.prompt, 1)
     assert first.drain(WAIT_S)
+    shared_site.await_blocks(second)
     assert second.run(shared_site.prompt, 1).sources == shared_site.hit()
     assert not errors(caplog)
 
@@ -220,6 +228,7 @@ def test_of_engines_that_were_built_before_either_served_the_second_to_store_sta
     first, second = shared_site.start(llama), shared_site.start(other)
     first.run(shared_site.prompt, 1)
     assert first.drain(WAIT_S)
+    shared_site.await_blocks(second)
     assert second.run(shared_site.prompt, 1).sources == shared_site.miss()
     assert {miss.cause for miss in misses_of(second)} == {MissCause.TIER_DOWN}
     second.drain(WAIT_S)
