@@ -168,13 +168,18 @@ class PackBlockStore(BlockStore[PackNamespace], PageKeeper[PackNamespace]):
         self, namespace: PackNamespace, keys: Sequence[OffloadKey], slots: Sequence[int]
     ) -> TransferOutcome:
         pins = self._table.prepare_load(namespace, keys)
+        find = namespace.neighbours.find
         moves: list[Move] = []
-        for key, slot, pin in zip(keys, slots, pins, strict=True):
-            address = namespace.neighbours.find(key) if pin is None else pin.address
-            if address is not None:
-                moves.append(Move(key, address, self._rows.row(slot), pin))
         failures: dict[OffloadKey, TierFailure] = {}
         try:
+            if None in (
+                find(key) if pin is None else pin.address for key, pin in zip(keys, pins, strict=True)
+            ):
+                self._catalog.poll()  # nobody has asked before: others may have stored them since the last look
+            for key, slot, pin in zip(keys, slots, pins, strict=True):
+                address = find(key) if pin is None else pin.address
+                if address is not None:
+                    moves.append(Move(key, address, self._rows.row(slot), pin))
             with self._catalog.packs.use({move.address >> SLOT_BITS for move in moves}) as packs:
                 for run in join_runs(moves, self._max_call_blocks):
                     failures |= self._read(namespace, packs, run)
@@ -182,8 +187,7 @@ class PackBlockStore(BlockStore[PackNamespace], PageKeeper[PackNamespace]):
         finally:
             # A foreign block stays: an engine whose ring of keys is newer reads it.
             damaged = [key for key, failure in failures.items() if failure is TierFailure.DAMAGED]
-            own = [move.pin for move in moves if move.pin is not None]
-            self._table.complete_load(own, damaged)
+            self._table.complete_load([pin for pin in pins if pin is not None], damaged)
         self._table.report_foreign(
             [key for key, failure in failures.items() if failure is TierFailure.FOREIGN]
         )
