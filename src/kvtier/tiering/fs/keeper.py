@@ -182,6 +182,11 @@ class Keeper:
         if self._absence:
             raise TierError(self._catalog.tier, self._absence)
 
+    def look_again(self) -> None:
+        """Read what others have appended to their journals, if the directory can be used. Thread: any of the tier's."""
+        if not self._absence:
+            self._catalog.poll()
+
     def note_uses(self, namespace: PackNamespace, keys: Sequence[OffloadKey]) -> None:
         """Tell owners that their blocks were used, the first of ``keys`` most. Thread: the scheduler's."""
         neighbours = namespace.neighbours
