@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from kvtier.tiering.fs.directory_lock import DirectoryLock
 from kvtier.tiering.fs.file_systems import refusal, require_unshared, try_file_system
+from kvtier.tiering.fs.notes import NOTES_SUFFIX
 from kvtier.tiering.fs.pack import Pack, PackFiles, page_of, read_boot
 from kvtier.tiering.fs.pack_files import (
     JOURNAL_SUFFIX,
@@ -138,7 +139,8 @@ class PackDirectory:
             make_folders(self.root, self.file_mode)
             reason = find_refusal(self.root, self.file_mode)
             if reason is None:
-                probe = self.root / f"{self._files.process}{NEW_SUFFIX}"
+                # Others remove it where this process is killed, as a dead one's notes.
+                probe = self.root / f"{self._files.process}0{NOTES_SUFFIX}"
                 can_bypass_cache = try_file_system(probe, self.file_mode, self._calls)
                 self.has_direct_io = self.has_direct_io and can_bypass_cache
         except OSError as error:

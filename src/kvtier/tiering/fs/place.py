@@ -24,7 +24,7 @@ from kvtier.tiering.fs.directory_lock import LOCK_NAME
 from kvtier.tiering.fs.documents import (
     DOCUMENT_NAME,
     MAX_DOCUMENT_BYTES,
-    PAGE_NAME,
+    NAMES_BESIDE,
     list_namespaces,
     read_beside,
 )
@@ -128,7 +128,7 @@ class PackPlace(Place):
             if NAMESPACE_NAME.fullmatch(path.name) and not path.is_symlink():
                 continue
             amount = _amount_below(path)
-            if path.suffix == NEW_SUFFIX or path.name == OLDER_TEMPORARY_NAME:
+            if path.name == OLDER_TEMPORARY_NAME:
                 temporary = temporary.plus(*amount)
             elif self._is_slab(path):
                 other_format = other_format.plus(*amount)
@@ -215,7 +215,7 @@ class PackPlace(Place):
                 with suppress(OSError):  # there is something else in it
                     emptied.rmdir()
         for name in () if is_dry_run else namespaces:
-            self._directory.remove_folder(name, (DOCUMENT_NAME, PAGE_NAME))
+            self._directory.remove_folder(name, NAMES_BESIDE)
         return removed
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from kvtier.errors import TierError
 from kvtier.tiering.fs.directory import PackDirectory
-from kvtier.tiering.fs.documents import DOCUMENT_NAME, PAGE_NAME
+from kvtier.tiering.fs.documents import NAMES_BESIDE
 from kvtier.tiering.fs.notes import NotesState, OthersNotes
 from kvtier.tiering.fs.pack import Pack
 from kvtier.tiering.fs.pack_files import NAMESPACE_NAME
@@ -114,7 +114,7 @@ class BlockRemoval:
             else:
                 _give_back(pack)
         with suppress(FileNotFoundError):
-            self._directory.remove_folder(name, (DOCUMENT_NAME, PAGE_NAME))
+            self._directory.remove_folder(name, NAMES_BESIDE)
 
     def close(self) -> None:
         """Give back the pack that is adopted; idempotent.
