@@ -265,7 +265,7 @@ class PackDirectory:
         return pack
 
     def remove(self, pack: Pack) -> None:
-        """Remove an own pack, and close it. A reader that is stopped keeps none of its bytes.
+        """Remove an own pack, or by force another's, and close it. A reader that is stopped keeps none of its bytes.
 
         Raises:
             OSError: the system refused.

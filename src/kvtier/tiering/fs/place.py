@@ -105,6 +105,7 @@ class PackPlace(Place):
         self._reader = PackReader(self._directory)
         self._removal = BlockRemoval(TIER_TYPE, self._directory, self._reader, self._notes, clock, pause)
         self._other_format = NOTHING
+        self._is_forced = False
 
     def namespaces(self) -> list[PlaceNamespace]:
         self._list_root()
@@ -166,7 +167,8 @@ class PackPlace(Place):
             stored_s = found.stored_s
         return BlockState.BEING_WRITTEN
 
-    def begin_removal(self) -> None:
+    def begin_removal(self, *, is_forced: bool = False) -> None:
+        self._is_forced = is_forced
         refusal = find_refusal(self._root, self._directory.file_mode)
         if refusal is not None:
             raise TierError(TIER_TYPE, f"{self._root} is refused: {refusal}")
@@ -175,7 +177,7 @@ class PackPlace(Place):
 
     def remove(self, blocks: Sequence[PlaceBlock], *, unless_changed: bool) -> Amount:
         try:
-            return self._removal.remove(blocks, unless_changed=unless_changed)
+            return self._removal.remove(blocks, unless_changed=unless_changed, is_forced=self._is_forced)
         except OSError as error:
             raise TierError(TIER_TYPE, f"{self._root} cannot be changed: {error}") from error
 

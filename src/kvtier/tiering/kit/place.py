@@ -233,8 +233,12 @@ class Place(ABC):
             TierError: the place as a whole cannot be read.
         """
 
-    def begin_removal(self) -> None:
+    def begin_removal(self, *, is_forced: bool = False) -> None:
         """Get ready for calls of ``remove``.
+
+        Args:
+            is_forced: whether what an engine does not give up in time goes without it, with what cannot be told from it.
+                Nothing changes where blocks are not in an engine's hands.
 
         Raises:
             TierError: nothing can be removed now, and what to do.
