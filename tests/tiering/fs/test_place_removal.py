@@ -101,7 +101,6 @@ def test_what_a_dead_process_left_of_a_pack_goes_with_its_namespace(
     for suffix in (".new", ".index", ".index.tmp"):
         (root / NAMESPACE / f"{7:016x}{suffix}").write_bytes(b"left")
     (root / NAMESPACE / f"{8:016x}.index").write_bytes(b"left")
-    (root / NAMESPACE / ".released").touch()
     remove_all(place)
     assert not (root / NAMESPACE).exists()
 

@@ -1,8 +1,8 @@
 """The removal of single blocks from packs by a process without an engine.
 
 A pack without an owner is adopted until its blocks are dropped. The owner of any other is asked by a request, which it
-carries out within a second or two, and names in its notes. An owner that does not answer keeps its packs, unless they are
-to go by force: then they are cut, and it finds them gone when it goes on.
+carries out within a second or two, and names in its notes. An owner that does not answer keeps its packs, unless they
+are to go by force: then they are cut, and it finds them gone when it goes on.
 """
 
 import os
