@@ -176,6 +176,24 @@ def test_a_pack_that_is_given_to_another_model_goes_before_those_unused_for_long
     assert held(third, range(NUM_PACK_SLOTS)) == set(range(NUM_PACK_SLOTS))
 
 
+def test_of_one_s_packs_that_with_the_oldest_blocks_on_average_is_given(start_tier: StartTier) -> None:
+    clocks = Clocks()
+    first = start_tier(**FULL, **clocks.options())
+    fill(first, 0, NUM_FULL)
+    clocks.advance(10)
+    second_pack = range(NUM_PACK_SLOTS, 2 * NUM_PACK_SLOTS)
+    first.tier.touch([key_of(number) for number in second_pack], first.request)
+    clocks.advance(50)
+    young = set(range(1, NUM_FULL)) - set(second_pack)  # and the first block is the oldest of all
+    first.tier.touch([key_of(number) for number in young], first.request)
+    second = start_tier("model-b", **FULL, **clocks.options())
+    assert not second.store([100]).success
+    keep(second, first)
+    clocks.advance(RETRY_S)
+    assert second.store([100]).success
+    assert held(first, range(NUM_FULL)) == {0, *young}
+
+
 def test_packs_of_a_reset_s_epoch_go_before_those_unused_for_longest(
     start_tier: StartTier, root: Path
 ) -> None:
