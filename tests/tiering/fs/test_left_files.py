@@ -33,7 +33,9 @@ def make_notes(root: Path, identity: Namespace) -> None:
 
 
 def try_directory(root: Path, identity: Namespace) -> None:
-    make_directory(root, process="dead", calls=SystemCalls(unlink=die))
+    make_directory(
+        root, process="dead", calls=SystemCalls(unlink=lambda path: die() if Path(path).exists() else None)
+    )
 
 
 def describe(root: Path, identity: Namespace) -> None:

@@ -57,7 +57,9 @@ def try_file_system(path: Path, file_mode: int, calls: SystemCalls) -> bool:
         PlaceError: they cannot; the message names the file system.
         OSError: no file can be made.
     """
-    fds = [open_regular(calls, path, os.O_RDWR | os.O_CREAT, file_mode)]
+    with suppress(FileNotFoundError):
+        calls.unlink(str(path))
+    fds = [open_regular(calls, path, os.O_RDWR | os.O_CREAT | os.O_EXCL, file_mode)]
     try:
         # It needs the name no more: a process that removes what dead ones left may take it.
         with suppress(FileNotFoundError):

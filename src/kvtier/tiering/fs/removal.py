@@ -211,12 +211,12 @@ class BlockRemoval:
 
     def _describe_silent(self, packs: Sequence[Sequence[PlaceBlock]], owners: Collection[NotesState]) -> str:
         """Return which engines did not answer, and what to do."""
-        first, more = stamp_of(packs[0][0]).pack_name, len(packs) - 1
-        path = self._directory.folder_of(packs[0][0].namespace) / first
+        first, more = packs[0][0], f" and {len(packs) - 1} more" if len(packs) > 1 else ""
+        path = self._directory.folder_of(first.namespace) / stamp_of(first).pack_name
         return (
             f"{', '.join(sorted(map(describe_process, owners)))} did not answer in {ACKNOWLEDGE_S:.0f} s: an engine "
-            f"alone empties the slots of its packs, here {path}{f' and {more} more' if more else ''}. Purge again, or "
-            "end it before, or give --force to remove such packs with all that they hold"
+            f"alone empties the slots of its packs, here {path}{more}. Try again, or end it before, or have kvtier "
+            "purge --force remove such packs with all that they hold"
         )
 
     def _await_answers(
