@@ -237,8 +237,8 @@ class Place(ABC):
         """Get ready for calls of ``remove``.
 
         Args:
-            is_forced: whether what an engine does not give up in time goes without it, with what cannot be told from
-                it. Nothing changes where blocks are not in an engine's hands.
+            is_forced: whether blocks go that an engine alone removes and does not remove in time, with others that lie
+                with them. Nothing changes where no engine owns blocks.
 
         Raises:
             TierError: nothing can be removed now, and what to do.
