@@ -17,7 +17,7 @@ Run = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def filled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two blocks of one namespace, one of another; one is ten days old."""
-    for name, value in (("blocks_by_address", {}), ("states", {}), ("num_ended", 0)):
+    for name, value in (("blocks_by_address", {}), ("states", {}), ("num_ended", 0), ("was_forced", False)):
         monkeypatch.setattr(MemoryPlace, name, value)
     now_s = time.time()
     put_down(A, "a-new", 60, now_s)

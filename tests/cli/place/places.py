@@ -33,6 +33,7 @@ class MemoryPlace(Place):
     states: ClassVar[dict[str, BlockState]] = {}
     blocks_by_address: ClassVar[dict[str, PlaceBlock]] = {}
     has_owner: ClassVar[bool] = False
+    was_forced: ClassVar[bool] = False
     num_ended: ClassVar[int] = 0
 
     def namespaces(self) -> list[PlaceNamespace]:
@@ -52,8 +53,9 @@ class MemoryPlace(Place):
     def check(self, block: PlaceBlock) -> BlockState:
         return self.states.get(block.address, BlockState.WHOLE)
 
-    def begin_removal(self) -> None:
-        if self.has_owner:
+    def begin_removal(self, *, is_forced: bool = False) -> None:
+        type(self).was_forced = is_forced
+        if self.has_owner and not is_forced:
             raise TierError("memory", "belongs to process 1")
 
     def remove(self, blocks: Sequence[PlaceBlock], *, unless_changed: bool) -> Amount:

@@ -112,6 +112,17 @@ def test_a_place_whose_blocks_have_no_time_says_which_have(run: Run, monkeypatch
     assert "fs" in said
 
 
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_what_an_engine_keeps_goes_only_by_force(
+    run: Run, monkeypatch: pytest.MonkeyPatch, is_forced: bool
+) -> None:
+    monkeypatch.setattr(MemoryPlace, "has_owner", True)
+    status, _, said = run("purge", PLACE, "--all", *["--force"] * is_forced)
+    assert (status, said.count("belongs to process 1")) == ((0, 0) if is_forced else (2, 1))
+    assert len(MemoryPlace.blocks_by_address) == (0 if is_forced else 3)
+    assert MemoryPlace.was_forced == is_forced
+
+
 def test_a_place_that_may_not_be_emptied_now_stays_as_it_is(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

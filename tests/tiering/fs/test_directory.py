@@ -148,21 +148,17 @@ def test_packs_without_an_owner_go_those_unused_for_longest_first(root: Path) ->
     made.close()
 
 
-def test_packs_of_released_namespaces_go_first(root: Path) -> None:
+def test_packs_that_are_first_to_go_do(root: Path) -> None:
     directory = make_directory(root)
     released = create(directory, OTHER_NAMESPACE)
     packs = fill(directory)
-    close_all([*packs, released])
-    directory.release(OTHER_NAMESPACE)
+    close_all(packs)
+    released.close(is_first_to_go=True)
     made = directory.create(NAMESPACE, CAPACITY_BYTES, may_remove=True)
     assert made is not None
     assert directory.names(OTHER_NAMESPACE) == set()
     assert directory.names(NAMESPACE) == {pack.name for pack in [*packs, made]}
-    again = directory.create(OTHER_NAMESPACE, CAPACITY_BYTES, may_remove=True)
-    assert again is not None
-    assert not (again.path.parent / ".released").exists()
     made.close()
-    again.close()
 
 
 def test_owned_packs_stay_and_no_other_goes_where_that_would_not_be_enough(root: Path) -> None:

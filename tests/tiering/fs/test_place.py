@@ -125,8 +125,8 @@ def test_what_is_there_beside_blocks_is_counted_and_left_alone(
     (root / NAMESPACE / ("1" * 16 + ".pack")).write_bytes(b"of a later version")
     list(place.blocks())
     summary = place.summary()
-    assert summary.foreign == Amount(1, 5)
-    assert summary.temporary == Amount(2, 7)
+    assert summary.foreign == Amount(2, 8)
+    assert summary.temporary == Amount(1, 4)
     assert summary.other_format.num == 3
     assert summary.capacity_bytes == 7 * 2**20
     assert summary.users == (f"process {os.getpid()}",)

@@ -1,11 +1,14 @@
 """Blocks go for good from packs with and without an owner, and nothing else does."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 from tests.tiering.fs.conftest import StartTier
+from tests.tiering.fs.engine import bytes_of_packs
 from tests.tiering.fs.packed import Clock, used_on_disk
+from tests.tiering.fs.peer import Peer
 from tests.tiering.fs.placed import (
     NAMESPACE,
     SLOT_BYTES,
@@ -14,6 +17,7 @@ from tests.tiering.fs.placed import (
     end,
     fill,
     numbers_of,
+    pack_of,
     remove,
     remove_all,
 )
@@ -27,7 +31,12 @@ from kvtier.tiering.fs.pack_view import stamp_of
 from kvtier.tiering.fs.place import PackPlace
 from kvtier.tiering.fs.purge_requests import ACKNOWLEDGE_S, read_requests
 from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
-from kvtier.tiering.kit.place import BlockState
+from kvtier.tiering.kit.place import BlockState, PlaceBlock
+
+
+def remove_by_force(place: PackPlace, blocks: list[PlaceBlock], *, is_forced: bool = True) -> int:
+    place.begin_removal(is_forced=is_forced)
+    return place.remove(blocks, unless_changed=False).num
 
 
 def test_the_room_of_what_is_removed_is_given_back(
@@ -92,7 +101,6 @@ def test_what_a_dead_process_left_of_a_pack_goes_with_its_namespace(
     for suffix in (".new", ".index", ".index.tmp"):
         (root / NAMESPACE / f"{7:016x}{suffix}").write_bytes(b"left")
     (root / NAMESPACE / f"{8:016x}.index").write_bytes(b"left")
-    (root / NAMESPACE / ".released").touch()
     remove_all(place)
     assert not (root / NAMESPACE).exists()
 
@@ -239,6 +247,48 @@ def test_an_owner_that_does_not_answer_is_named_and_its_blocks_stay(
     assert living.clock() - before_s < ACKNOWLEDGE_S + 1
     assert read_requests(root) == []
     assert driver.load_right([1, 2]) == {1, 2}
+
+
+@pytest.mark.slow
+def test_by_force_the_packs_of_a_stopped_engine_go_and_it_goes_on_without_them(
+    root: Path, start_tier: StartTier, place: PackPlace, living: Living
+) -> None:
+    peer = Peer(root, bytes_of_packs(16), "--pack-bytes", str(bytes_of_packs(1)))
+    try:
+        assert peer.store(*range(6)) == list(range(6))
+        driver = start_tier(MODELS[1])
+        living.tiers.append(driver.tier)
+        assert driver.store([1, 2]).success
+        os.kill(peer.process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, peer.process.pid, os.WSTOPPED)
+        first = [block for block in place.blocks() if block.key == key_of(0)]
+        with pytest.raises(TierError, match=f"process {peer.process.pid} did not answer in 10 s") as refused:
+            remove_by_force(place, first, is_forced=False)
+        assert str(pack_of(first[0], root)) in str(refused.value)
+        assert len(list(place.blocks())) == 8
+        assert remove_by_force(place, first) == 4  # with what is in its pack
+        assert remove_by_force(place, list(place.blocks())) == 4
+        assert list(place.blocks()) == []
+        assert not list((root / NAMESPACE).glob("*.pack"))
+        os.kill(peer.process.pid, signal.SIGCONT)
+        assert [peer.call("load", number) for number in range(6)] == [False] * 6
+        while not peer.store(7):
+            pass  # until it notices, it has its packs
+        assert peer.call("load", 7)
+        assert driver.load_right([1, 2]) == set()
+    finally:
+        os.kill(peer.process.pid, signal.SIGCONT)
+        peer.close()
+
+
+def test_force_takes_nothing_from_an_engine_that_answers(
+    start_tier: StartTier, place: PackPlace, living: Living
+) -> None:
+    driver = start_tier()
+    living.tiers.append(driver.tier)
+    assert driver.store([1, 2, 3]).success
+    assert remove_by_force(place, [block for block in place.blocks() if block.key == key_of(2)]) == 1
+    assert driver.load_right([1, 2, 3]) == {1, 3}
 
 
 def test_blocks_of_an_owner_that_ends_when_it_is_asked_are_removed_without_it(

@@ -1,5 +1,6 @@
 """Engines that share a directory: they find each other's blocks, and room goes to the one that uses its blocks."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from kvtier.misses import MissCause
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.tier_driver import HANG_GUARD_S, TierDriver, key_of
 from kvtier.tiering.base import PurgeOutcome, TierSettings
+from kvtier.tiering.fs import FSTier
 from kvtier.tiering.fs.keeper import WANT_S
 from kvtier.tiering.fs.pack_header import OWNER_OFFSET, OwnerMark, PackHeader
 from kvtier.tiering.fs.room import RETRY_S
@@ -57,6 +59,15 @@ def keep(*drivers: TierDriver, rounds: int = 3) -> None:
 def held(driver: TierDriver, numbers: range) -> set[int]:
     """Return which blocks a tier finds."""
     return {number for number in numbers if driver.lookup(number)}
+
+
+def end_unused_for_long(driver: TierDriver, root: Path) -> None:
+    """End a tier whose packs count as unused for longest, but for those that are first to go."""
+    assert isinstance(driver.tier, FSTier)
+    name = driver.tier._catalog.namespace.name
+    assert driver.tier.shutdown(HANG_GUARD_S)
+    for path in (root / name).glob("*.pack"):
+        os.utime(path, (5000, 5000))
 
 
 def own_packs(driver: TierDriver) -> float:
@@ -143,6 +154,61 @@ def test_an_engine_of_another_model_gets_room_too(start_tier: StartTier) -> None
     assert second.store([100]).success
     assert second.load_right([100]) == {100}
     assert len(held(first, range(NUM_FULL))) == NUM_FULL - NUM_PACK_SLOTS
+
+
+def test_a_pack_that_is_given_to_another_model_goes_before_those_unused_for_longest(
+    start_tier: StartTier, root: Path
+) -> None:
+    clocks = Clocks()
+    first = start_tier(**FULL, **clocks.options())
+    fill(first, 0, NUM_FULL - NUM_PACK_SLOTS)
+    clocks.advance(100)
+    third = start_tier("model-c", **FULL, **clocks.options())
+    fill(third, 0, NUM_PACK_SLOTS)
+    second = start_tier("model-b", **FULL, **clocks.options())
+    assert not second.store([100]).success
+    keep(second, first)
+    end_unused_for_long(third, root)
+    clocks.advance(RETRY_S)
+    assert second.store([100]).success
+    assert len(held(first, range(NUM_FULL))) == NUM_FULL - 2 * NUM_PACK_SLOTS
+    third = start_tier("model-c", **FULL, **clocks.options())
+    assert held(third, range(NUM_PACK_SLOTS)) == set(range(NUM_PACK_SLOTS))
+
+
+def test_of_one_s_packs_that_with_the_oldest_blocks_on_average_is_given(start_tier: StartTier) -> None:
+    clocks = Clocks()
+    first = start_tier(**FULL, **clocks.options())
+    fill(first, 0, NUM_FULL)
+    clocks.advance(10)
+    second_pack = range(NUM_PACK_SLOTS, 2 * NUM_PACK_SLOTS)
+    first.tier.touch([key_of(number) for number in second_pack], first.request)
+    clocks.advance(50)
+    young = set(range(1, NUM_FULL)) - set(second_pack)  # and the first block is the oldest of all
+    first.tier.touch([key_of(number) for number in young], first.request)
+    second = start_tier("model-b", **FULL, **clocks.options())
+    assert not second.store([100]).success
+    keep(second, first)
+    clocks.advance(RETRY_S)
+    assert second.store([100]).success
+    assert held(first, range(NUM_FULL)) == {0, *young}
+
+
+def test_packs_of_a_reset_s_epoch_go_before_those_unused_for_longest(
+    start_tier: StartTier, root: Path
+) -> None:
+    third = start_tier("model-c", **FULL)
+    fill(third, 0, NUM_PACK_SLOTS)
+    end_unused_for_long(third, root)
+    first = start_tier(**FULL)
+    fill(first, 0, NUM_PACK_SLOTS)
+    for epoch in (b"1", b"2"):
+        first.tier.reset(epoch * 16)
+        fill(first, 0, NUM_PACK_SLOTS)
+    second = start_tier("model-b", **FULL)
+    fill(second, 0, NUM_PACK_SLOTS)  # in place of the first epoch's
+    for driver in (first, start_tier(**FULL), start_tier("model-c", **FULL)):
+        assert held(driver, range(NUM_PACK_SLOTS)) == set(range(NUM_PACK_SLOTS))
 
 
 def test_one_that_does_not_store_any_more_is_given_no_pack(start_tier: StartTier) -> None:

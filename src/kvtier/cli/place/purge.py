@@ -57,6 +57,15 @@ OlderFormatsOption = Annotated[
 ]
 
 
+ForceOption = Annotated[
+    bool,
+    typer.Option(
+        "--force",
+        help="Where an engine does not answer in 10 s, remove its packs with all that they hold (fs).",
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
     """What is to be removed.
@@ -98,6 +107,7 @@ def purge(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")
     ] = False,
+    force: ForceOption = False,
     instance: Annotated[
         str | None,
         typer.Option(metavar="ID", help="Instead of a place: a running engine removes what is its own."),
@@ -121,7 +131,9 @@ def purge(
     Raises:
         KVTierError: no selector, a selector that selects nothing, or the place cannot be changed.
     """
-    needs_place = bool(namespace or older_than or older_layouts or older_formats or dry_run or config)
+    needs_place = bool(
+        namespace or older_than or older_layouts or older_formats or dry_run or force or config
+    )
     check_target(place, instance, tier or (), needs_place=needs_place)
     if place is None:
         purge_living(
@@ -142,6 +154,7 @@ def purge(
         key_file=key_file,
         salt="" if config is None else read_engine_settings(config).tenant_salt,
         dry_run=dry_run,
+        is_forced=force,
         as_json=as_json,
     )
 
@@ -172,6 +185,7 @@ def purge_place(
     key_file: str | None = None,
     salt: str = "",
     dry_run: bool,
+    is_forced: bool = False,
     as_json: bool,
 ) -> None:
     """Remove blocks from a place; the arguments are the options of the command.
@@ -191,7 +205,7 @@ def purge_place(
         names = keep_older_layouts(known, names) if older_layouts else names
         selection = make_selection(known, names, None if age_s is None else time.time() - age_s, number)
         began_s = time.monotonic()
-        removed = measure(found, selection) if dry_run else remove(found, selection)
+        removed = measure(found, selection) if dry_run else remove(found, selection, is_forced=is_forced)
         took_s = time.monotonic() - began_s
     if number is not None:
         say_left_out(known, names, salt)
@@ -318,13 +332,18 @@ def choose_blocks(place: Place, selection: Selection) -> Iterator[PlaceBlock]:
     return filter(selection.covers, blocks)
 
 
-def remove(place: Place, selection: Selection) -> Amount:
+def remove(place: Place, selection: Selection, *, is_forced: bool = False) -> Amount:
     """Remove what is selected and return how much that was; what another purge removes meanwhile is not counted.
+
+    Args:
+        place: where.
+        selection: what.
+        is_forced: whether packs of an engine that does not answer go as a whole.
 
     Raises:
         TierError: the place cannot be changed; what was removed until then stays removed.
     """
-    place.begin_removal()
+    place.begin_removal(is_forced=is_forced)
     removed = Amount()
     try:
         # What a bar needs is counted only for one: a store may have to list a million names for it.

@@ -5,7 +5,6 @@ given away. Jobs, the keeper's thread and a purge call this at the same time.
 """
 
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -74,9 +73,8 @@ class PackCatalog:
         self._is_durable = is_durable
         self._changing = threading.RLock()
         self._namespace: PackNamespace | None = None
-        self._released: deque[int] = deque()
-        self._drawn = ""  # the namespace, where its epoch was drawn by this process: no other has it
-        self._left: deque[str] = deque()
+        self._released: deque[tuple[int, Callable[[Pack], None]]] = deque()
+        self._is_drawn = False  # whether this process has drawn the namespace's epoch: no other has it
         self._indexed = threading.Event()
         self.is_indexed = False
         self._is_missing = self._is_stopped = False
@@ -95,7 +93,7 @@ class PackCatalog:
         return self._indexed.wait(timeout_s)
 
     def open_namespace(self, namespace: PackNamespace, *, is_new: bool) -> None:
-        """Go over to another namespace; the next ``poll`` lists its packs, and releases those of the one before.
+        """Go over to another namespace; the next ``poll`` lists its packs, and closes those of the one before.
 
         Args:
             namespace: the other one.
@@ -104,12 +102,12 @@ class PackCatalog:
         Thread: the scheduler's, which waits for no disk.
         """
         before, self._namespace = self._namespace, namespace
-        if self._drawn:
-            self._left.append(self._drawn)
-        self._drawn = namespace.name if is_new else ""
-        self._released.extend(self.table.open_namespace(namespace))
+        numbers = self.table.open_namespace(namespace)
         if before is not None:
-            self._released.extend(before.neighbours.clear())
+            numbers += before.neighbours.clear()
+        end = partial(Pack.close, is_first_to_go=self._is_drawn)
+        self._released.extend((number, end) for number in numbers)
+        self._is_drawn = is_new
         if is_new:
             self._note_indexed()
         else:
@@ -152,7 +150,7 @@ class PackCatalog:
             if namespace is self._namespace:
                 self._note_indexed()
             else:
-                self._released.extend(namespace.neighbours.clear())
+                self._released.extend((number, Pack.close) for number in namespace.neighbours.clear())
 
     def stop(self) -> None:
         """Have a ``poll`` that lists packs end at its next one."""
@@ -319,9 +317,11 @@ class PackCatalog:
             for number in self.table.own_packs():
                 used_s = self.table.used_times(number)
                 self.table.remove_pack(number)
-                end = Pack.close if used_s is None else partial(self._release, used_s=used_s)
+                end = partial(Pack.close, is_first_to_go=self._is_drawn)
+                if used_s is not None:
+                    end = partial(self._release, used_s=used_s, is_first_to_go=self._is_drawn)
                 self.packs.retire(number, end)
-            self._released.extend(namespace.neighbours.clear())
+            self._released.extend((number, Pack.close) for number in namespace.neighbours.clear())
             self._close_released()
 
     # Below, ``_changing`` is held.
@@ -332,10 +332,7 @@ class PackCatalog:
 
     def _close_released(self) -> None:
         while self._released:
-            self.packs.retire(self._released.popleft(), Pack.close)
-        while self._left:
-            with suppress(OSError):
-                self.directory.release(self._left.popleft())
+            self.packs.retire(*self._released.popleft())
 
     def _open(self, namespace: PackNamespace, name: str) -> None:
         pack = self.directory.open(namespace.name, name)
@@ -434,10 +431,7 @@ class PackCatalog:
         with suppress(OSError):
             if not pack.is_lost():
                 self._compact(pack, used_s)
-        if is_first_to_go:
-            with suppress(OSError):
-                os.utime(pack.path, (0, 0))
-        pack.close()
+        pack.close(is_first_to_go=is_first_to_go)
 
 
 def _by_pack(addresses: Iterable[int]) -> Iterator[tuple[int, list[int]]]:

@@ -13,13 +13,14 @@ import secrets
 import shlex
 import stat
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.tiering.fs.directory_lock import DirectoryLock
 from kvtier.tiering.fs.file_systems import refusal, require_unshared, try_file_system
+from kvtier.tiering.fs.notes import NOTES_SUFFIX
 from kvtier.tiering.fs.pack import Pack, PackFiles, page_of, read_boot
 from kvtier.tiering.fs.pack_files import (
     JOURNAL_SUFFIX,
@@ -53,8 +54,6 @@ from kvtier.tiering.kit.private_folders import find_refusal, judge, make_folder,
 from kvtier.tiering.kit.siblings import amount_in_words
 
 logger = logging.getLogger(__name__)
-
-RELEASED_NAME = ".released"
 
 SETTLED_NS = 50_000_000
 """Nanoseconds after which a folder's time of change is taken for that of no later change: the file system's clock ticks
@@ -138,7 +137,8 @@ class PackDirectory:
             make_folders(self.root, self.file_mode)
             reason = find_refusal(self.root, self.file_mode)
             if reason is None:
-                probe = self.root / f"{self._files.process}{NEW_SUFFIX}"
+                # Others remove it where this process is killed, as a dead one's notes.
+                probe = self.root / f"{self._files.process}0{NOTES_SUFFIX}"
                 can_bypass_cache = try_file_system(probe, self.file_mode, self._calls)
                 self.has_direct_io = self.has_direct_io and can_bypass_cache
         except OSError as error:
@@ -233,8 +233,8 @@ class PackDirectory:
         Args:
             namespace_name: whose pack it is; its folder is made if it is missing.
             limit_bytes: what all packs of all namespaces may take.
-            may_remove: whether packs without an owner may be removed, those of released namespaces and those unused for
-                longest first. None is where that would not make enough room.
+            may_remove: whether packs without an owner may be removed, those unused for longest first. None is where
+                that would not make enough room.
 
         Raises:
             OSError: the system refused, or the disk is full.
@@ -245,8 +245,6 @@ class PackDirectory:
             ):
                 return None
             folder = self.make_folder(namespace_name)
-            with suppress(FileNotFoundError):
-                self._calls.unlink(str(folder / RELEASED_NAME))
             path = folder / f"{secrets.token_hex(8)}{PACK_SUFFIX}"
             pack = self._make(path)
         # It has its room, which is what the lock is for; the device may take long.
@@ -263,7 +261,7 @@ class PackDirectory:
         return pack
 
     def remove(self, pack: Pack) -> None:
-        """Remove an own pack, and close it. A reader that is stopped keeps none of its bytes.
+        """Remove an own pack, or by force another's, and close it. A reader that is stopped keeps none of its bytes.
 
         Raises:
             OSError: the system refused.
@@ -290,22 +288,13 @@ class PackDirectory:
                 return False  # what is behind a link is not the tier's
             if [found for found in list_packs(folder) if not self._is_abandoned(found)]:
                 return False
-            if not {path.name for path in folder.iterdir()} <= {RELEASED_NAME, *names_beside}:
+            if not {path.name for path in folder.iterdir()} <= set(names_beside):
                 return False
-            for name in (RELEASED_NAME, *names_beside):
+            for name in names_beside:
                 with suppress(FileNotFoundError):
                     self._calls.unlink(str(folder / name))
             folder.rmdir()
             return True
-
-    def release(self, namespace_name: str) -> None:
-        """Have packs of a namespace be the first to go when they have no owner, as after a reset.
-
-        Raises:
-            OSError: the system refused.
-        """
-        path = self.folder_of(namespace_name) / RELEASED_NAME
-        os.close(open_regular(self._calls, path, os.O_WRONLY | os.O_CREAT, self.file_mode))
 
     def list_packs(self) -> list[PackStatus]:
         """Return the packs of all namespaces. While another process keeps the lock all count as owned.
@@ -426,7 +415,8 @@ class PackDirectory:
         excess_bytes = sum(one.num_bytes for one in found) + self._older[1] - room_bytes
         victims: list[tuple[Path, int]] = []
         try:
-            for one in _oldest_first(found) if may_remove else ():
+            packs = [one for one in found if one.is_whole]
+            for one in sorted(packs, key=lambda one: one.used_s) if may_remove else ():
                 if excess_bytes <= 0:
                     break
                 with suppress(OSError):
@@ -483,10 +473,3 @@ class PackDirectory:
                 failure = error
         if failure is not None:
             raise failure
-
-
-def _oldest_first(found: Sequence[FoundPack]) -> list[FoundPack]:
-    """Return the packs in the order in which they are removed: of released namespaces, then unused for longest."""
-    released = {folder for folder in {one.folder for one in found} if (folder / RELEASED_NAME).exists()}
-    packs = [one for one in found if one.is_whole]
-    return sorted(packs, key=lambda one: (one.folder not in released, one.used_s))

@@ -4,7 +4,6 @@
 """
 
 import os
-import secrets
 import stat
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -17,6 +16,7 @@ from kvtier.namespace import Namespace
 from kvtier.tiering.fs.directory import PackDirectory
 from kvtier.tiering.fs.pack_files import NAMESPACE_NAME
 from kvtier.tiering.fs.records import Kind, last_of_each, names_of
+from kvtier.tiering.fs.system_calls import write_whole
 from kvtier.tiering.kit.page_guard import MAX_PAGE_BYTES
 from kvtier.tiering.kit.siblings import (
     SiblingPlace,
@@ -29,6 +29,8 @@ from kvtier.tiering.kit.siblings import (
 
 DOCUMENT_NAME = "namespace.json"
 PAGE_NAME = "probe.page"
+TEMPORARY_NAME = "beside.tmp"
+NAMES_BESIDE = (DOCUMENT_NAME, PAGE_NAME, TEMPORARY_NAME)
 
 MAX_DOCUMENT_BYTES = 2**20
 
@@ -43,21 +45,28 @@ MAX_SIBLING_BLOCKS = 2**20
 """Blocks of all siblings that are remembered, 16 bytes each."""
 
 
-def write_beside(folder: Path, name: str, data: bytes, file_mode: int) -> None:
-    """Write a small file whole or not at all.
+def write_beside(
+    directory: PackDirectory, namespace_name: str, name: str, data: bytes, *, replaces: bool
+) -> None:
+    """Write a small file whole or not at all; not while another process keeps the directory's lock.
+
+    Args:
+        directory: where the namespace is; its folder is made if it is missing.
+        namespace_name: whose file it is.
+        name: the file's.
+        data: what stands in it.
+        replaces: whether one that is there goes.
 
     Raises:
         OSError: the system refused.
     """
-    temporary = folder / f".{name}.{secrets.token_hex(4)}"
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, file_mode)
-    try:
-        with os.fdopen(fd, "wb") as file:
-            os.fchmod(fd, file_mode)
-            file.write(data)
-        temporary.rename(folder / name)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with directory.locked() as is_held:
+        if not is_held:
+            return
+        path = directory.make_folder(namespace_name) / name
+        if replaces or not os.path.lexists(path):
+            # The lock leaves the temporary name to one process, and the next one removes what a dead one left there.
+            write_whole(path.with_name(TEMPORARY_NAME), path, data, directory.file_mode)
 
 
 def read_beside(folder: Path, name: str, max_bytes: int) -> bytes | None:
@@ -76,10 +85,10 @@ def write_document(directory: PackDirectory, identity: Namespace) -> None:
     Raises:
         OSError: the system refused.
     """
-    folder, data = directory.make_folder(identity.name), identity.document.encode()
-    if read_beside(folder, DOCUMENT_NAME, MAX_DOCUMENT_BYTES) != data:
+    data = identity.document.encode()
+    if read_beside(directory.folder_of(identity.name), DOCUMENT_NAME, MAX_DOCUMENT_BYTES) != data:
         with suppress(IsADirectoryError):  # words alone are missing then
-            write_beside(folder, DOCUMENT_NAME, data, directory.file_mode)
+            write_beside(directory, identity.name, DOCUMENT_NAME, data, replaces=True)
 
 
 def list_namespaces(root: Path) -> list[str]:
@@ -115,14 +124,7 @@ class PackPages:
         Raises:
             OSError: it cannot be written.
         """
-        folder = self._directory.make_folder(identity.name)
-        temporary = f"{PAGE_NAME}.{secrets.token_hex(4)}"
-        write_beside(folder, temporary, data, self._directory.file_mode)
-        try:
-            with suppress(FileExistsError):
-                os.link(folder / temporary, folder / PAGE_NAME, follow_symlinks=False)
-        finally:
-            (folder / temporary).unlink(missing_ok=True)
+        write_beside(self._directory, identity.name, PAGE_NAME, data, replaces=False)
 
     def remove(self, name: str) -> None:
         """Remove a page that is damaged."""

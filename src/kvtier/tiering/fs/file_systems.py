@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvtier.errors import PlaceError
-from kvtier.tiering.fs.system_calls import NOT_SUPPORTED, OPEN_FLAGS, SystemCalls, open_regular
+from kvtier.tiering.fs.system_calls import NOT_SUPPORTED, SystemCalls, open_regular
 from kvtier.tiering.kit.backend import allocate_page
 from kvtier.tiering.kit.envelope import HEADER_PAGE_BYTES
 
@@ -49,7 +49,7 @@ def try_file_system(path: Path, file_mode: int, calls: SystemCalls) -> bool:
     """Find out whether packs can be kept here; return whether they may bypass the page cache.
 
     Args:
-        path: a name in the directory that is this process's.
+        path: a name in the directory that is this process's, for a moment.
         file_mode: permissions of the file that is tried.
         calls: the system.
 
@@ -61,18 +61,20 @@ def try_file_system(path: Path, file_mode: int, calls: SystemCalls) -> bool:
         calls.unlink(str(path))
     fds = [open_regular(calls, path, os.O_RDWR | os.O_CREAT | os.O_EXCL, file_mode)]
     try:
-        fds.append(open_regular(calls, path, os.O_RDWR, file_mode))
+        # It needs the name no more: a process that removes what dead ones left may take it.
+        with suppress(FileNotFoundError):
+            calls.unlink(str(path))
+        unnamed = f"/proc/self/fd/{fds[0]}"
+        fds.append(calls.open(unnamed, os.O_RDWR | os.O_CLOEXEC, 0))
         lack = _find_lack(fds, calls)
         if lack is not None:
             kind = calls.file_system(str(path.parent)) or "a file system"
             raise refusal(path.parent, f"is on {kind}, which {lack}: {REMEDY}")
-        return _can_bypass_cache(path, calls)
+        return _can_bypass_cache(unnamed, calls)
     finally:
         for fd in fds:
             with suppress(OSError):  # Linux closes it whatever it says
                 os.close(fd)
-        with suppress(OSError):
-            calls.unlink(str(path))
 
 
 def refusal(root: Path, remedy: str) -> PlaceError:
@@ -97,10 +99,10 @@ def _find_lack(fds: list[int], calls: SystemCalls) -> str | None:
     return None
 
 
-def _can_bypass_cache(path: Path, calls: SystemCalls) -> bool:
+def _can_bypass_cache(path: str, calls: SystemCalls) -> bool:
     page = allocate_page()
     with suppress(OSError):
-        fd = calls.open(str(path), os.O_RDWR | os.O_DIRECT | OPEN_FLAGS, 0)
+        fd = calls.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0)
         try:
             return calls.pwritev(fd, [page], 0) == calls.preadv(fd, [page], 0) == len(page)
         finally:

@@ -471,8 +471,7 @@ class Keeper:
             return
         try:
             self._directory.make_ready()
-            self._notes.close()
-            self._notes = OwnNotes(self._directory.root, self._process, file_mode=self._directory.file_mode)
+            self._notes.close()  # they are made again where the directory is by now
         except (OSError, ConfigError) as error:
             self._absence = f"{self._directory.root} cannot be used: {error}"
             return

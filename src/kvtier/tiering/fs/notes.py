@@ -23,7 +23,6 @@ from kvtier.tiering.fs.system_calls import (
     PRIVATE_MODE,
     REAL_CALLS,
     SystemCalls,
-    named_when_done,
     open_regular,
     transfer,
     try_lock,
@@ -47,6 +46,10 @@ MAX_NEIGHBOURS = 256
 """Processes whose notes are read, an open file each."""
 
 MAX_HOST_CHARS = 64
+
+MAX_ATTEMPTS = 4
+"""Tries to lock a file that others look at as it is made. Fewer leave it to them for a second; more spend time behind a
+process that is stopped as it looks."""
 
 VERSION = 1
 
@@ -157,9 +160,6 @@ class OwnNotes:
         process: name of this process.
         file_mode: permissions of the file.
         calls: the system.
-
-    Raises:
-        OSError: the file cannot be made.
     """
 
     def __init__(
@@ -169,17 +169,15 @@ class OwnNotes:
         self._file_mode = file_mode
         self._calls = calls
         self._num_uses = 0
-        self._fd = self._make()
+        self._fd = -1
 
     def update(self, state: NotesState) -> None:
-        """Replace what the file says of this process; one that was removed is made again.
+        """Replace what the file says of this process; it is made the first time, and again where it was removed.
 
         Raises:
             OSError: the system refused.
         """
-        if self._fd < 0 or os.fstat(self._fd).st_nlink == 0:
-            self.close_in_child()
-            self._fd = self._make()
+        self._hold()
         self._write(replace(state, pid=os.getpid(), host=_host(os.uname().nodename)).pack(), 0)
 
     def add_uses(self, uses: Sequence[Use]) -> None:
@@ -215,13 +213,14 @@ class OwnNotes:
             with suppress(OSError):
                 os.close(fd)
 
-    def _make(self) -> int:
-        """Make the file: it is locked before it has a name that others look at."""
-        temporary = self._path.with_suffix(f"{NOTES_SUFFIX}.new")
-        with named_when_done(self._calls, temporary, self._path, os.O_RDWR, self._file_mode) as fd:
-            self._calls.try_lock(fd)
-        self._num_uses = 0
-        return fd
+    def _hold(self) -> None:
+        """Make the file and lock it, unless that is done: until it is, others may remove it as a dead process's."""
+        for _ in range(MAX_ATTEMPTS):
+            if self._fd >= 0 and self._calls.try_lock(self._fd) and os.fstat(self._fd).st_nlink:
+                return
+            self.close_in_child()
+            self._fd = open_regular(self._calls, self._path, os.O_RDWR | os.O_CREAT, self._file_mode)
+            self._num_uses = 0
 
     def _write(self, data: bytes, offset: int) -> None:
         transfer(self._calls.pwritev, self._fd, [memoryview(data)], offset)

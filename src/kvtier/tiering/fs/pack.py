@@ -199,11 +199,12 @@ class Pack:
             with suppress(OSError):
                 os.utime(self._fd)
 
-    def close(self, *, unlock: bool = True) -> None:
+    def close(self, *, unlock: bool = True, is_first_to_go: bool = False) -> None:
         """Close the files, and let another process own the pack; idempotent. No other call may be under way.
 
         Args:
             unlock: False in a forked child: lock and mark are its parent's, too.
+            is_first_to_go: whether it counts as unused since 1970, so that it is removed first where room is needed.
         """
         (self.journal.close if unlock else self.journal.close_in_child)()
         if self._fd < 0:
@@ -215,6 +216,9 @@ class Pack:
                     self._write_mark(self._mark._replace(is_closed=True))
             except OSError as error:
                 logger.warning("tier fs: %s could not be marked as closed: %s", self.path, error)
+            if is_first_to_go:
+                with suppress(OSError):
+                    os.utime(self._fd, (0, 0))  # after the mark, whose write is a use
             with suppress(OSError):  # closing alone would leave the lock to a child that was forked meanwhile
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
         fd, self._fd = self._fd, -1

@@ -24,7 +24,7 @@ from kvtier.tiering.fs.directory_lock import LOCK_NAME
 from kvtier.tiering.fs.documents import (
     DOCUMENT_NAME,
     MAX_DOCUMENT_BYTES,
-    PAGE_NAME,
+    NAMES_BESIDE,
     list_namespaces,
     read_beside,
 )
@@ -105,6 +105,7 @@ class PackPlace(Place):
         self._reader = PackReader(self._directory)
         self._removal = BlockRemoval(TIER_TYPE, self._directory, self._reader, self._notes, clock, pause)
         self._other_format = NOTHING
+        self._is_forced = False
 
     def namespaces(self) -> list[PlaceNamespace]:
         self._list_root()
@@ -128,7 +129,7 @@ class PackPlace(Place):
             if NAMESPACE_NAME.fullmatch(path.name) and not path.is_symlink():
                 continue
             amount = _amount_below(path)
-            if path.suffix == NEW_SUFFIX or path.name == OLDER_TEMPORARY_NAME:
+            if path.name == OLDER_TEMPORARY_NAME:
                 temporary = temporary.plus(*amount)
             elif self._is_slab(path):
                 other_format = other_format.plus(*amount)
@@ -166,7 +167,8 @@ class PackPlace(Place):
             stored_s = found.stored_s
         return BlockState.BEING_WRITTEN
 
-    def begin_removal(self) -> None:
+    def begin_removal(self, *, is_forced: bool = False) -> None:
+        self._is_forced = is_forced
         refusal = find_refusal(self._root, self._directory.file_mode)
         if refusal is not None:
             raise TierError(TIER_TYPE, f"{self._root} is refused: {refusal}")
@@ -175,7 +177,7 @@ class PackPlace(Place):
 
     def remove(self, blocks: Sequence[PlaceBlock], *, unless_changed: bool) -> Amount:
         try:
-            return self._removal.remove(blocks, unless_changed=unless_changed)
+            return self._removal.remove(blocks, unless_changed=unless_changed, is_forced=self._is_forced)
         except OSError as error:
             raise TierError(TIER_TYPE, f"{self._root} cannot be changed: {error}") from error
 
@@ -215,7 +217,7 @@ class PackPlace(Place):
                 with suppress(OSError):  # there is something else in it
                     emptied.rmdir()
         for name in () if is_dry_run else namespaces:
-            self._directory.remove_folder(name, (DOCUMENT_NAME, PAGE_NAME))
+            self._directory.remove_folder(name, NAMES_BESIDE)
         return removed
 
     def close(self) -> None:

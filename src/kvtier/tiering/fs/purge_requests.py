@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from kvtier.tiering.fs.directory_lock import DirectoryLock
 from kvtier.tiering.fs.pack_header import MAX_SLOTS
-from kvtier.tiering.fs.system_calls import PRIVATE_MODE, REAL_CALLS, named_when_done, open_regular, transfer
+from kvtier.tiering.fs.system_calls import PRIVATE_MODE, REAL_CALLS, open_regular, write_whole
 
 FILE_NAME = ".purge"
 TEMPORARY_NAME = ".purge.tmp"
@@ -179,13 +179,11 @@ def _change(root: Path, change: Callable[[list[PurgeRequest]], list[PurgeRequest
         if not is_held:
             raise OSError(errno.EBUSY, "another process keeps the directory's lock", str(root))
         requests = change(read_requests(root, file_mode))
-        path, temporary = root / FILE_NAME, root / TEMPORARY_NAME
+        path = root / FILE_NAME
         if not requests:
             path.unlink(missing_ok=True)
             return
         data = json.dumps(requests, separators=(",", ":")).encode()
         if len(data) > MAX_FILE_BYTES:
             raise OSError(errno.EBUSY, "too much is asked for: wait until it is done", str(path))
-        with named_when_done(REAL_CALLS, temporary, path, os.O_WRONLY, file_mode) as fd:
-            transfer(REAL_CALLS.pwritev, fd, [memoryview(data)], 0)
-        os.close(fd)
+        write_whole(root / TEMPORARY_NAME, path, data, file_mode)

@@ -1,16 +1,17 @@
 """The removal of single blocks from packs by a process without an engine.
 
 A pack without an owner is adopted until its blocks are dropped. The owner of any other is asked by a request, which it
-carries out within a second or two, and names in its notes.
+carries out within a second or two, and names in its notes. An owner that does not answer keeps its packs, unless they
+are to go by force: then they are cut, and it finds them gone when it goes on.
 """
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 from kvtier.errors import TierError
 from kvtier.tiering.fs.directory import PackDirectory
-from kvtier.tiering.fs.documents import DOCUMENT_NAME, PAGE_NAME
+from kvtier.tiering.fs.documents import NAMES_BESIDE
 from kvtier.tiering.fs.notes import NotesState, OthersNotes
 from kvtier.tiering.fs.pack import Pack
 from kvtier.tiering.fs.pack_files import NAMESPACE_NAME
@@ -64,12 +65,15 @@ class BlockRemoval:
         self._own: PackView | None = None
         self._is_changed = False
 
-    def remove(self, blocks: Sequence[PlaceBlock], *, unless_changed: bool) -> Amount:
+    def remove(
+        self, blocks: Sequence[PlaceBlock], *, unless_changed: bool, is_forced: bool = False
+    ) -> Amount:
         """Remove blocks; return how many and how much.
 
         Args:
             blocks: as they were listed.
             unless_changed: leave those that were used or replaced since then.
+            is_forced: whether packs whose owner does not answer go as a whole, with whatever they hold.
 
         Raises:
             TierError: an owner does not answer.
@@ -87,7 +91,7 @@ class BlockRemoval:
             left = []
             for start in range(0, len(owned), MAX_BLOCKS):
                 batch = owned[start : start + MAX_BLOCKS]
-                gone, unanswered = self._ask_owners(batch, unless_changed=unless_changed)
+                gone, unanswered = self._ask_owners(batch, unless_changed=unless_changed, is_forced=is_forced)
                 removed = removed.plus(*gone)
                 left += unanswered
             if not left:
@@ -114,7 +118,7 @@ class BlockRemoval:
             else:
                 _give_back(pack)
         with suppress(FileNotFoundError):
-            self._directory.remove_folder(name, (DOCUMENT_NAME, PAGE_NAME))
+            self._directory.remove_folder(name, NAMES_BESIDE)
 
     def close(self) -> None:
         """Give back the pack that is adopted; idempotent.
@@ -161,9 +165,9 @@ class BlockRemoval:
         return _amount_of(gone)
 
     def _ask_owners(
-        self, blocks: Sequence[PlaceBlock], *, unless_changed: bool
+        self, blocks: Sequence[PlaceBlock], *, unless_changed: bool, is_forced: bool
     ) -> tuple[Amount, list[PlaceBlock]]:
-        """Have engines drop blocks in their packs.
+        """Have engines drop blocks in their packs; by force packs are cut whose engines do not.
 
         Returns:
             What is gone by now, and the blocks that are there and whose packs have no living owner.
@@ -179,17 +183,48 @@ class BlockRemoval:
                 named.append(NamedBlock(pack_id, stamp.slot, (block.name or b"").hex(), used_s))
         if not named:
             return NOTHING, []
-        answered = self._await_answers(make_request(None, None, named), {owner for _, owner in asked})
+        owners = {owner for _, owner in asked}
+        answered, silent = self._await_answers(make_request(None, None, named), owners)
+        cut = NOTHING
+        if silent:
+            of_silent = by_pack([block for block, owner in asked if owner in silent])
+            if not is_forced:
+                raise TierError(self._tier, self._describe_silent(of_silent, silent.values()))
+            cut = self._cut(of_silent, silent)
+            asked = [(block, owner) for block, owner in asked if owner not in silent]
         listed = [block for block, _ in asked]
         left = {block for _, held in self._reader.held(listed, unless_changed=False) for block in held}
-        gone = [block for block in listed if block not in left]
-        return _amount_of(gone), [block for block, owner in asked if block in left and owner not in answered]
+        gone = _amount_of([block for block in listed if block not in left])
+        return gone.plus(*cut), [block for block, owner in asked if block in left and owner not in answered]
 
-    def _await_answers(self, request: PurgeRequest, owners: Collection[str | None]) -> set[str]:
-        """Wait until the owners that live have carried out a request; return which they are.
+    def _cut(self, packs: Sequence[Sequence[PlaceBlock]], owners: Collection[str]) -> Amount:
+        """Remove whole packs, each given by blocks that it holds, unless they have other owners by now."""
+        removed = NOTHING
+        for blocks in packs:
+            view = self._reader.find(blocks[0])
+            if view is not None and view.pack.read_owner() in owners:
+                view.refresh()
+                num, slot_bytes = view.count(), view.pack.geometry.slot_bytes
+                self._directory.remove(view.pack)
+                removed = removed.plus(num, num * slot_bytes)
+        return removed
+
+    def _describe_silent(self, packs: Sequence[Sequence[PlaceBlock]], owners: Collection[NotesState]) -> str:
+        """Return which engines did not answer, and what to do."""
+        first, more = packs[0][0], f" and {len(packs) - 1} more" if len(packs) > 1 else ""
+        path = self._directory.folder_of(first.namespace) / stamp_of(first).pack_name
+        return (
+            f"{', '.join(sorted(map(describe_process, owners)))} did not answer in {ACKNOWLEDGE_S:.0f} s: an engine "
+            f"alone empties the slots of its packs, here {path}{more}. Try again, or end it before, or have kvtier "
+            "purge --force remove such packs with all that they hold"
+        )
+
+    def _await_answers(
+        self, request: PurgeRequest, owners: Collection[str | None]
+    ) -> tuple[Collection[str], Mapping[str, NotesState]]:
+        """Wait until the owners that live have carried out a request; return which have, and which have not.
 
         Raises:
-            TierError: one does not answer.
             OSError: the request cannot be written.
         """
         root, file_mode = self._directory.root, self._directory.file_mode
@@ -198,16 +233,9 @@ class BlockRemoval:
         try:
             while True:
                 living = {one.process: one.state for one in self._notes.poll() if one.process in owners}
-                waiting = [state for state in living.values() if request.id not in state.purges]
-                if not waiting:
-                    return set(living)
-                if self._clock() >= end_s:
-                    names = ", ".join(sorted(map(describe_process, waiting)))
-                    message = (
-                        f"{names} did not answer in {ACKNOWLEDGE_S:.0f} s: an engine alone empties the slots of its "
-                        f"packs in {root}. Purge again, or end it before"
-                    )
-                    raise TierError(self._tier, message)
+                waiting = {name: state for name, state in living.items() if request.id not in state.purges}
+                if not waiting or self._clock() >= end_s:
+                    return living.keys() - waiting.keys(), waiting
                 self._pause(POLL_S)
         finally:
             with suppress(OSError):

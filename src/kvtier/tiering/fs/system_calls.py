@@ -160,6 +160,23 @@ def transfer(call: Callable[[int, Buffers, int], int], fd: int, buffers: Buffers
     return done
 
 
+def write_whole(temporary: Path, path: Path, data: bytes, file_mode: int) -> None:
+    """Write a file whole or not at all, with the real system.
+
+    Args:
+        temporary: its name until then, which no other process uses meanwhile; what has that name is removed.
+        path: its name.
+        data: what stands in it.
+        file_mode: its permissions.
+
+    Raises:
+        OSError: the system refused.
+    """
+    with named_when_done(REAL_CALLS, temporary, path, os.O_WRONLY, file_mode) as fd:
+        transfer(REAL_CALLS.pwritev, fd, [memoryview(data)], 0)
+    os.close(fd)
+
+
 @contextmanager
 def named_when_done(
     calls: SystemCalls, temporary: Path, path: Path, flags: int, file_mode: int = PRIVATE_MODE

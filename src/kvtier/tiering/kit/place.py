@@ -233,8 +233,12 @@ class Place(ABC):
             TierError: the place as a whole cannot be read.
         """
 
-    def begin_removal(self) -> None:
+    def begin_removal(self, *, is_forced: bool = False) -> None:
         """Get ready for calls of ``remove``.
+
+        Args:
+            is_forced: whether blocks go that an engine alone removes and does not remove in time, with others that lie
+                with them. Nothing changes where no engine owns blocks.
 
         Raises:
             TierError: nothing can be removed now, and what to do.
