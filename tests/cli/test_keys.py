@@ -341,7 +341,7 @@ def test_inspect_and_purge_know_the_tenants_of_encrypted_blocks_with_the_ring_al
 def test_doctor_reads_the_ring_and_refuses_tiers_that_cannot_encrypt(ring: Path, tmp_path: Path) -> None:
     def check(**extra: object) -> dict[str, tuple[str, str]]:
         config = {"cpu_bytes_to_use": "1MiB", **extra}
-        return {one.subject: (one.result.value, one.found) for one in check_config(config, tmp_path)}
+        return {one.subject: (one.result.value, one.found) for one in check_config(config)}
 
     fs = entry_of("fs", tmp_path)
     found = check(encryption={"key_file": str(ring)}, secondary_tiers=[fs, {"type": "example"}])

@@ -7,7 +7,6 @@ import importlib
 import importlib.metadata
 import os
 import resource
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
@@ -16,13 +15,13 @@ from typing import Any
 from kvtier.cli.engine_identity import KnownIdentity, check_namespaces, read_identity
 from kvtier.cli.output import Check, CheckResult
 from kvtier.config import EncryptionSettings, Settings, parse_encryption
-from kvtier.errors import ConfigError, KVTierError, describe_foreign
+from kvtier.errors import ConfigError, KVTierError, MissingExtraError, PlaceError, describe_foreign
 from kvtier.input_files import parse_json, read_text_file
-from kvtier.limits import find_memory_limit
 from kvtier.quantities import size_in_words
 from kvtier.redaction import shorten
 from kvtier.tiering.start_checks import (
     HOST_SIZE,
+    check_host_room,
     check_host_size,
     check_key_ring,
     check_place,
@@ -76,16 +75,19 @@ def read_config(path: Path) -> Mapping[str, Any]:  # Any: JSON of the user
 
 
 def check_config(
-    config: Mapping[str, Any], shared_memory: Path, engine: Path | None = None, vllm: str | None = None
+    config: Mapping[str, Any],
+    engine: Path | None = None,
+    vllm: str | None = None,
+    root: Path = Path("/"),
 ) -> Iterator[Check]:  # Any: as above
     """Yield every check of an engine's settings on this machine.
 
     Args:
         config: vLLM's --kv-transfer-config, or the extra_config in it; or the JSON of SGLang's
             --hicache-storage-backend-extra-config.
-        shared_memory: the mount of shared memory.
         engine: the ``namespace.json`` of an engine that ran, to compare with what the tiers hold.
         vllm: arguments of vLLM, likewise.
+        root: the folder that holds /proc, /sys and /dev.
 
     Raises:
         KVTierError: ``engine`` or ``vllm`` cannot be used.
@@ -115,7 +117,7 @@ def check_config(
     elif is_sglang:  # its pages stay in SGLang's own host memory, and its identity is another
         yield from check_tiers(settings)
     else:
-        yield from check_host_memory(settings, shared_memory)
+        yield from check_host_memory(settings, root)
         known = read_identity(settings, engine, vllm, extra) if settings.secondary_tiers else None
         yield from check_tiers(settings, known)
 
@@ -218,11 +220,12 @@ def parse_cpu_list(text: str) -> set[int]:
     return found
 
 
-def check_host_memory(settings: Settings, shared_memory: Path) -> Iterator[Check]:
+def check_host_memory(settings: Settings, root: Path) -> Iterator[Check]:
     """Compare the primary tier with the memory there is."""
     subject, wanted = HOST_SIZE, settings.cpu_bytes_to_use
     try:
-        check_host_size(settings)
+        check_host_size(settings, root=root)
+        check_host_room(settings, root=root)
     except ConfigError as error:
         given = "" if wanted is None else f"{error.value} "
         yield Check(subject, CheckResult.BROKEN, f"{given}{error.remedy}")
@@ -230,23 +233,6 @@ def check_host_memory(settings: Settings, shared_memory: Path) -> Iterator[Check
     if not isinstance(wanted, int):
         yield Check(subject, CheckResult.NOTE, '"auto": the engine works it out at its start and logs how')
         return
-    limit = find_memory_limit()
-    if limit is not None and wanted > limit.available_bytes:
-        left = size_in_words(limit.available_bytes)
-        found = f"{size_in_words(wanted)}, and {limit.source} leaves {left}: give less"
-        yield Check(subject, CheckResult.BROKEN, found)
-        return
-    if settings.secondary_tiers and shared_memory.is_dir():
-        usage = shutil.disk_usage(shared_memory)
-        if wanted > usage.free:
-            remedy = (
-                f"run the container with a larger --shm-size, or mount -o remount,size=... {shared_memory}"
-            )
-            found = (
-                f"{size_in_words(wanted)}, and {shared_memory} has {size_in_words(usage.free)} free: {remedy}"
-            )
-            yield Check(subject, CheckResult.BROKEN, found)
-            return
     yield Check(subject, CheckResult.GOOD, f"{size_in_words(wanted)} fits")
     if CUDA_DEVICE.exists():
         yield check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], wanted)
@@ -274,6 +260,10 @@ def probe_tier(
         check_place(checked)
         tier_class, own = checked.tier_class, checked.own
         findings = tier_class.probe(own)
+    except (MissingExtraError, PlaceError) as error:
+        consequence = "refuses to start" if entry.get("required") else "starts without this tier"
+        yield Check(subject, CheckResult.BROKEN, f"{error}; the engine {consequence}")
+        return
     except KVTierError as error:
         yield Check(subject, CheckResult.BROKEN, str(error))
         return

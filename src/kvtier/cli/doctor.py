@@ -134,7 +134,7 @@ def check_engine(config: Path, engine: Path | None = None, vllm: str | None = No
     # Imported here: without a library that tiers need the other checks must work.
     from kvtier.cli.config_checks import check_config, read_config
 
-    yield from check_config(read_config(config), SHARED_MEMORY, engine, vllm)
+    yield from check_config(read_config(config), engine, vllm)
 
 
 def run_checks(directory: Path | None) -> Iterator[Check]:

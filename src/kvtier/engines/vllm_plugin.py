@@ -10,6 +10,7 @@ and ``ProcessorInputs`` of vLLM 0.28 to 0.33.
 """
 
 import functools
+import multiprocessing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -65,6 +66,7 @@ def check_before_start(vllm_config: VllmConfig) -> None:
         ConfigError: a setting cannot work, or a setting of vLLM is not supported.
         UnknownNameError: an unknown setting, tier or policy.
         NamedClassError: a tier's own class cannot be imported.
+        PlaceError: the path of a required tier cannot be made.
         MissingExtraError: the client library of a required tier is not installed.
     """
     transfer_config = vllm_config.kv_transfer_config
@@ -77,7 +79,12 @@ def check_before_start(vllm_config: VllmConfig) -> None:
 
         if transfer_config.kv_connector == CONNECTOR and vllm_config.model_config is not None:
             check_supported(vllm_config)
-        check_start(extra_config, count_local_engines(vllm_config.parallel_config))
+        check_start(
+            extra_config,
+            count_local_engines(vllm_config.parallel_config),
+            # vLLM's own processes make configurations too, some when their engine has its memory.
+            is_before_engines=multiprocessing.parent_process() is None,
+        )
         if getattr(vllm_config.model_config, "multimodal_config", None) is not None:
             mark_client_names()
 

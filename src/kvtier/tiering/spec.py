@@ -21,6 +21,7 @@ from kvtier.redaction import redact
 from kvtier.tiering.base import SecondaryTierManager
 from kvtier.tiering.factory import create_secondary_tier
 from kvtier.tiering.manager import TieringOffloadingManager
+from kvtier.tiering.start_checks import LEFT_OUT
 
 logger = logging.getLogger(__name__)
 
@@ -97,9 +98,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
                 except (TierError, PlaceError, MissingExtraError) as error:
                     if entry.get("required"):
                         raise
-                    logger.warning(
-                        "kvtier: a secondary tier is left out, the engine starts without it: %s", error
-                    )
+                    logger.warning(LEFT_OUT, error)
                     continue
                 _check_reachable(tiers[-1])
                 self._started.append((entry, tiers[-1]))

@@ -43,8 +43,8 @@ def frame() -> Frame:
     return make_frame("serving", BEFORE, NOW, 2.0, is_stepping=True)
 
 
-def show(frame: Frame) -> str:
-    console = Console(width=120)
+def show(frame: Frame, width: int = 120) -> str:
+    console = Console(width=width)
     with console.capture() as capture:
         console.print(draw(frame))
     return capture.get()
@@ -87,6 +87,29 @@ def test_a_frame_shows_each_of_them(frame: Frame) -> None:
         "out of service",
     ):
         assert part in shown
+
+
+@pytest.mark.parametrize("width", [120, 80, 70])
+def test_no_cell_is_cut_on_a_narrow_terminal(width: int) -> None:
+    full = {"tier.0.fs.indexed_blocks": 1_234_567.0, "tier.0.fs.loaded_bytes": 9e9}
+    shown = show(make_frame("serving", BEFORE, NOW | full, 2.0, is_stepping=True), width)
+
+    assert "…" not in shown
+    assert all(len(line) <= width for line in shown.splitlines())
+    for part in ("host", "valkey", "1,234,567", "4.2 GiB/s", "5.0 GiB/s", "pending", "out of service"):
+        assert part in shown
+
+
+@pytest.mark.parametrize(("width", "num_full"), [(120, 12), (70, 6)])
+def test_bars_are_as_long_as_their_shares_of_what_the_terminal_leaves(
+    frame: Frame, width: int, num_full: int
+) -> None:
+    lines = show(frame, width).splitlines()
+    computed, fs = (
+        next(line for line in lines if line.startswith(f" {name} ")) for name in ("computed", "fs")
+    )
+    assert computed.count("█") == num_full
+    assert fs.count("█") == num_full // 6
 
 
 def test_an_engine_without_a_request_has_no_share() -> None:

@@ -1,4 +1,7 @@
-"""The examples for vLLM run as they stand, one of them in one process, and show what they are there to show."""
+"""The examples for vLLM run as they stand, one of them in one process, and show what they are there to show.
+
+A start's lines in docs/guide/vllm.md are compared with what the server logs, because the example starts a whole one.
+"""
 
 import os
 import re
@@ -11,6 +14,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
+
+from scripts.start_log import PAGE, with_start_log
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
@@ -67,3 +72,5 @@ def test_the_server_example_loads_the_prompt_that_comes_again(tmp_path: Path) ->
     asked = re.findall(r'^prompt (\d): "cached_tokens":(\d+) [0-9.]+ s$', printed, flags=re.MULTILINE)
     assert asked == [("1", "0"), ("2", "0"), ("3", "0"), ("1", "2944")]
     assert re.search(r"^vllm:kv_offload_load_bytes_total[^ ]* [1-9]", printed, re.MULTILINE)
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == with_start_log(page, printed), "run python -m scripts.start_log"

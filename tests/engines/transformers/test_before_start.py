@@ -9,7 +9,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvtier.cli.config_checks import check_config
-from kvtier.cli.doctor import SHARED_MEMORY
 from kvtier.cli.main import main
 from kvtier.engines.transformers import EngineConfig, KVTierEngine
 from kvtier.namespace import LAYOUT_VERSION
@@ -46,7 +45,7 @@ def run_engine(root: Path, *, seed: int = 0, dtype: str = "float32", **more: obj
 
 def doctor(settings: dict[str, Any], engine: Path | None = None) -> list[tuple[str, str]]:
     """Return what is said of the blocks that the tier holds: the result and the text."""
-    checks = check_config(settings, SHARED_MEMORY, engine)
+    checks = check_config(settings, engine)
     return [
         (one.result.value, one.found)
         for one in checks

@@ -61,7 +61,7 @@ def test_the_nearest_namespace_and_the_fields_that_separate_an_engine_from_it_ar
     settings = settings_of(root)
 
     def found(arguments: str) -> tuple[str, str]:
-        checks = check_config(settings, tmp_path, vllm=arguments)
+        checks = check_config(settings, vllm=arguments)
         (one,) = (each for each in checks if "is equal in" in each.found or "differs in" in each.found)
         return one.result.value, one.found
 

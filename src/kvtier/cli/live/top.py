@@ -4,13 +4,14 @@ A frame is made of two readings of the engine's counters: totals are those of th
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Group, RenderableType
+from rich.bar import Bar
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -25,6 +26,12 @@ from kvtier.observe.control_client import EngineConnection, Instance, choose_ins
 
 ORIGIN = "connector.prompt_tokens."
 COMPUTED = "computed"
+
+BREAKER = "breaker"
+TRAFFIC_COLUMNS = ("blocks", "full", "read", "write")
+HEALTH_COLUMNS = ("loads at", "queued", "pending", BREAKER)
+WIDE_COLUMNS = 1000
+"""Wider than any table of tiers."""
 
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -271,7 +278,7 @@ def draw(frame: Frame) -> RenderableType:
         Text(requests),
         draw_shares("prompt tokens from", frame.origins),
         draw_shares("computed because", frame.causes),
-        draw_tiers(frame.tiers),
+        TierTables(frame.tiers),
         *([draw_tenants(frame.tenants)] if frame.tenants else ()),
         *map(Text, frame.audit),
     )
@@ -280,48 +287,66 @@ def draw(frame: Frame) -> RenderableType:
 def draw_shares(heading: str, shares: list[Share]) -> Table:
     """Return a table of tokens, with a bar for each share."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    table.add_column(heading, min_width=28, no_wrap=True)
+    table.add_column(heading, min_width=22, no_wrap=True)
     for column in ("tokens", "share", "a second"):
-        table.add_column(column, justify="right", min_width=9, no_wrap=True)
-    table.add_column("", no_wrap=True)
+        table.add_column(column, justify="right", min_width=8, no_wrap=True)
+    table.add_column("", max_width=20)
     for share in shares:
-        bar = "█" * round(20 * share.ratio)
         table.add_row(
             Text(share.name),
             f"{share.num_tokens:,}",
             f"{100 * share.ratio:.1f} %",
             f"{share.per_s:,.0f}",
-            Text(bar, style="cyan"),
+            Bar(1.0, 0.0, share.ratio, color="cyan"),  # as long as the column allows, so that bars compare
         )
     if not shares:
         table.add_row("none yet", "", "", "", "")
     return table
 
 
-def draw_tiers(tiers: list[TierState]) -> Table:
-    """Return the table of tiers."""
+@dataclass(frozen=True, slots=True)
+class TierTables:
+    """The tiers in one table, or in two where a narrow terminal would cut its cells."""
+
+    tiers: Sequence[TierState]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        """Yield the tables."""
+        whole = draw_tiers(self.tiers, (*TRAFFIC_COLUMNS, *HEALTH_COLUMNS))
+        if console.measure(whole, options=options.update_width(WIDE_COLUMNS)).maximum <= options.max_width:
+            yield whole
+        else:
+            yield draw_tiers(self.tiers, TRAFFIC_COLUMNS)
+            yield draw_tiers(self.tiers, HEALTH_COLUMNS)
+
+
+def draw_tiers(tiers: Sequence[TierState], columns: Sequence[str]) -> Table:
+    """Return a table of tiers."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     table.add_column("tier", no_wrap=True)
-    for column in ("blocks", "full", "read", "write", "loads at", "queued", "pending"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("breaker", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="left" if column == BREAKER else "right", no_wrap=True)
     for tier in tiers:
-        full = "-"
-        if tier.num_blocks is not None and tier.capacity_blocks:
-            full = f"{100 * tier.num_blocks / tier.capacity_blocks:.0f} %"
-        style = "" if tier.state in ("", "closed") else "bold red"
-        table.add_row(
-            Text(tier.name),
-            format_count(tier.num_blocks),
-            full,
-            format_rate(tier.read_bytes_per_s),
-            format_rate(tier.write_bytes_per_s),
-            format_rate(tier.measured_bytes_per_s),
-            format_count(tier.num_queued_blocks),
-            format_count(tier.num_pending_blocks),
-            Text(tier.state or "-", style=style),
-        )
+        cells = describe_tier(tier)
+        table.add_row(Text(tier.name), *(cells[column] for column in columns))
     return table
+
+
+def describe_tier(tier: TierState) -> dict[str, Text]:
+    """Return what stands in each column about a tier. Pure."""
+    full = "-"
+    if tier.num_blocks is not None and tier.capacity_blocks:
+        full = f"{100 * tier.num_blocks / tier.capacity_blocks:.0f} %"
+    return {
+        "blocks": Text(format_count(tier.num_blocks)),
+        "full": Text(full),
+        "read": Text(format_rate(tier.read_bytes_per_s)),
+        "write": Text(format_rate(tier.write_bytes_per_s)),
+        "loads at": Text(format_rate(tier.measured_bytes_per_s)),
+        "queued": Text(format_count(tier.num_queued_blocks)),
+        "pending": Text(format_count(tier.num_pending_blocks)),
+        BREAKER: Text(tier.state or "-", style="" if tier.state in ("", "closed") else "bold red"),
+    }
 
 
 def format_count(number: float | None) -> str:
