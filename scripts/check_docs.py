@@ -23,15 +23,16 @@ OUTSIDE = re.compile(r"^[a-z][a-z0-9+.-]*:")
 MAX_PARAGRAPH_WORDS = 80
 """Of a paragraph or an item of a list. A longer one hides what it says."""
 
+MAX_DECISION_WORDS = 350
+"""Of a page under ``docs/adr``. A longer one retells the code."""
+
 MAX_SENTENCE_NUMBERS = 2
 """Of a sentence outside tables. Three numbers are a row of a table."""
-
-MAX_EXPERIMENT_LINES = 8
-"""Of an entry under ``docs/experiments``, blank lines and heading left out: idea, command, result, decision."""
 
 NO_PROSE = re.compile(r"^\s*(\||#|:::|<|!\[)")
 """Starts of lines that are no prose: tables, headings, directives of the reference, HTML, pictures."""
 
+WORD = re.compile(r"\w")
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 ITEM = re.compile(r"^\s*(?:[-*]|\d+\.)\s+")
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
@@ -84,10 +85,7 @@ def problems(root: Path) -> list[str]:
     broken = [message for page in found for message in broken_links(page)]
     syntax = [message for page in found for block in python_blocks(page) if (message := syntax_error(block))]
     prose = [message for page in found if is_prose(page) for message in prose_problems(page)]
-    entries = [
-        message for page in found if page.parent.name == "experiments" for message in long_entries(page)
-    ]
-    return broken + unlinked_pages(found, root / "README.md") + syntax + prose + entries
+    return broken + unlinked_pages(found, root / "README.md") + syntax + prose + long_decisions(found)
 
 
 def broken_links(page: Path) -> Iterator[str]:
@@ -134,12 +132,18 @@ def prose_problems(page: Path) -> Iterator[str]:
                 yield f"{page}:{line}: {found}: {sentence}"
 
 
-def long_entries(page: Path) -> Iterator[str]:
-    """Yield a sentence for each experiment of a page that is told at too great length."""
-    for entry in re.split(r"^## ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
-        title, *lines = [line for line in entry.splitlines() if line.strip()]
-        if len(lines) > MAX_EXPERIMENT_LINES:
-            yield f"{page}: {title!r} has {len(lines)} lines, at most {MAX_EXPERIMENT_LINES}"
+def long_decisions(found: list[Path]) -> list[str]:
+    """Return a sentence for each decision that is told at too great length; a list of them may be longer."""
+    lengths = {
+        page: sum(bool(WORD.search(word)) for word in page.read_text(encoding="utf-8").split())
+        for page in found
+        if page.parent.name == "adr" and page.name != "README.md"
+    }
+    return [
+        f"{page}: decision of {num_words} words, at most {MAX_DECISION_WORDS}"
+        for page, num_words in lengths.items()
+        if num_words > MAX_DECISION_WORDS
+    ]
 
 
 def paragraphs(text: str) -> Iterator[tuple[int, str]]:

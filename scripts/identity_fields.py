@@ -96,11 +96,14 @@ def _kept_lines(names: Sequence[str]) -> Iterator[str]:
 
 
 def _excluded_lines(excluded: dict[str, str]) -> Iterator[str]:
-    yield "| excluded | because |"
+    yield "| because | excluded |"
     yield "|---|---|"
+    by_reason: dict[str, list[str]] = {}
     for name, reason in excluded.items():
         mark = " (not always)" if name in CONDITIONS else ""
-        yield f"| `{name}`{mark} | {reason} |"
+        by_reason.setdefault(reason, []).append(f"`{name}`{mark}")
+    for reason, names in by_reason.items():
+        yield f"| {reason} | {', '.join(names)} |"
 
 
 if __name__ == "__main__":

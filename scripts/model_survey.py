@@ -14,13 +14,20 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.engines.transformers.tiny_models import list_model_types, require_model_type
-from tests.engines.transformers.trial import LIBRARY, Outcome, Trial, describe_failure, try_architecture
+from tests.engines.transformers.trial import (
+    LIBRARY,
+    ORIGINS,
+    Outcome,
+    Trial,
+    describe_failure,
+    try_architecture,
+)
 
 MAX_TRIAL_S = 120.0
 """Seconds after which a model counts as hanging; most take two."""
@@ -107,24 +114,34 @@ def make_page(rows: Sequence[Trial]) -> str:
     lines_of_counts = [
         f"| {outcome} | {num} |" for outcome, num in sorted(counts.items(), key=lambda one: -one[1])
     ]
+    served = [row for row in rows if row.outcome is Outcome.SERVED and _equal_from(row) == list(ORIGINS)]
     lines = [
         "# Models that were tried",
         "",
         "Made by `python -m scripts.model_survey --out docs/results/models.md`, on the CPU in float32. It tries every",
-        f"architecture that {LIBRARY} offers as a causal language model, one row for each class.",
+        f"architecture that {LIBRARY} offers as a causal language model, once for each class.",
         "",
-        "The models are tiny, with random weights; real checkpoints were not tried. Each row is one prompt, answered",
+        "The models are tiny, with random weights; real checkpoints were not tried. Each gets one prompt, answered",
         "four times: computed, from the device, from host memory, and from an fs tier after a restart. *Served* means",
-        "that all answers have the tokens of plain `model.generate`. Bytes are those of the tiny model.",
+        "that all answers have the tokens of plain `model.generate`.",
         "",
         "| outcome | models |",
         "|---|---:|",
         *lines_of_counts,
         "",
-        "| model type | outcome | equal from | bytes of a token | bytes of a state | why |",
-        "|---|---|---|---|---|---|",
+        "## Served",
+        "",
+        "| cache | model types |",
+        "|---|---|",
+        f"| keys and values | {_names(row for row in served if not row.state_bytes)} |",
+        f"| recurrent states | {_names(row for row in served if row.state_bytes)} |",
+        "",
+        "## Not served, or not from everywhere",
+        "",
+        "| model type | outcome | equal from | why |",
+        "|---|---|---|---|",
     ]
-    lines += [f"| {' | '.join(cells)} |" for cells in map(_cells, rows)]
+    lines += [f"| {' | '.join(_cells(row))} |" for row in rows if row not in served]
     return "\n".join(lines) + "\n"
 
 
@@ -158,13 +175,19 @@ def _take_row(one: _Running, max_trial_s: float) -> Trial | None:
     return row
 
 
+def _names(rows: Iterable[Trial]) -> str:
+    return ", ".join(f"`{row.model_type}`" for row in rows) or "none"
+
+
+def _equal_from(row: Trial) -> list[str]:
+    return [origin for origin, is_equal in row.equal.items() if is_equal and row.found[origin]]
+
+
 def _cells(row: Trial) -> list[str]:
-    equal = ", ".join(origin for origin, is_equal in row.equal.items() if is_equal and row.found[origin])
     reason = " ".join(row.reason.split()).replace("|", "/")
     if len(reason) > MAX_REASON_CHARACTERS:
         reason = reason[: MAX_REASON_CHARACTERS - 1] + "…"
-    sizes = [str(size) if size else "" for size in (row.token_bytes, row.state_bytes)]
-    return [row.model_type, row.outcome.value, equal, *sizes, reason]
+    return [row.model_type, row.outcome.value, ", ".join(_equal_from(row)), reason]
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python -m scripts.mutants                 all of them; minutes
     python -m scripts.mutants --only pinned   those whose name has the word
     python -m scripts.mutants --seed 7        the storm from another seed on
-    python -m scripts.mutants --page          all of them, and docs/results/mutants.md has the table
+    python -m scripts.mutants --record        all of them, and docs/results/data/mutants.json has the table
 
 The storm runs until a law is broken or ``--operations`` are done, over the one tier whose code has the bug if it is a
 tier's. A bug that it does not find goes to its suite. The
@@ -11,6 +11,7 @@ status is 1 when a bug survives both, or the storm finds fewer than ``--least``.
 """
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -29,12 +30,8 @@ STORM_TIMEOUT_S = 900.0
 """A mutant that hangs the storm itself has been found."""
 
 SUITE_TIMEOUT_S = 600.0
-PAGE = ROOT / "docs" / "results" / "mutants.md"
-BEGIN, END = "<!-- made by scripts.mutants -->\n", "<!-- end -->\n"
+RECORD = ROOT / "docs" / "results" / "data" / "mutants.json"
 HEAD = "| mutant | killed by | after |\n|---|---|---|"
-SUMMARY_HEAD = (
-    "| mutants | killed by the storm | survive | first seed | operations at most |\n|---|---|---|---|---|"
-)
 _BROKEN = re.compile(r"BROKEN after (\d+) operations")
 
 
@@ -136,27 +133,24 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=1, help="the storm's first seed")
     parser.add_argument("--operations", type=int, default=60_000, help="operations of the storm at most")
     parser.add_argument("--least", type=int, default=15, help="bugs that the storm must find")
-    parser.add_argument("--page", action="store_true", help=f"write the table into {PAGE.relative_to(ROOT)}")
+    parser.add_argument(
+        "--record", action="store_true", help=f"write the table into {RECORD.relative_to(ROOT)}"
+    )
     options = parser.parse_args(arguments)
-    verdicts: list[Verdict] = []
-    lines = [HEAD]
+    verdicts: list[tuple[Mutant, Verdict]] = []
     print(HEAD, flush=True)
     for mutant in MUTANTS:
         if options.only not in mutant.name:
             continue
         verdict = judge(mutant, options.seed, options.operations)
-        verdicts.append(verdict)
-        lines.append(render_row(mutant, verdict))
-        print(lines[-1], flush=True)
-    by_storm = sum(verdict.killed_by == "storm" for verdict in verdicts)
-    survivors = sum(not verdict.killed_by for verdict in verdicts)
-    summary = f"{len(verdicts)} mutants, {by_storm} killed by the storm, {survivors} survive"
-    print(summary)
-    if options.page and not options.only:
-        counts = (len(verdicts), by_storm, survivors, options.seed, options.operations)
-        found = f"{SUMMARY_HEAD}\n| {' | '.join(f'{count:,}' for count in counts)} |"
-        text = write_page(PAGE.read_text(encoding="utf-8"), [*lines, "", found])
-        PAGE.write_text(text, encoding="utf-8")
+        verdicts.append((mutant, verdict))
+        print(render_row(mutant, verdict), flush=True)
+    by_storm = sum(verdict.killed_by == "storm" for _, verdict in verdicts)
+    survivors = sum(not verdict.killed_by for _, verdict in verdicts)
+    print(f"{len(verdicts)} mutants, {by_storm} killed by the storm, {survivors} survive")
+    if options.record and not options.only:
+        text = json.dumps(make_record(verdicts, options.seed, options.operations), indent=1)
+        RECORD.write_text(text + "\n", encoding="utf-8")
     return int(survivors > 0 or (not options.only and by_storm < options.least))
 
 
@@ -166,10 +160,21 @@ def render_row(mutant: Mutant, verdict: Verdict) -> str:
     return f"| {mutant.name} | {verdict.killed_by or 'SURVIVES'} | {detail} |"
 
 
-def write_page(page: str, lines: Sequence[str]) -> str:
-    """Return the page with these lines between its marks. Pure."""
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}{chr(10).join(lines)}\n\n{END}{rest.partition(END)[2]}"
+def make_record(
+    verdicts: Sequence[tuple[Mutant, Verdict]], seed: int, num_operations: int
+) -> dict[str, object]:
+    """Return what is kept of a run over all mutants. Pure."""
+    return {
+        "first_seed": seed,
+        "operations_at_most": num_operations,
+        "num_planted": len(verdicts),
+        "num_killed_by_storm": sum(verdict.killed_by == "storm" for _, verdict in verdicts),
+        "num_survivors": sum(not verdict.killed_by for _, verdict in verdicts),
+        "mutants": [
+            {"name": mutant.name, "killed_by": verdict.killed_by, "after": verdict.detail}
+            for mutant, verdict in verdicts
+        ],
+    }
 
 
 if __name__ == "__main__":

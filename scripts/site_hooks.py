@@ -1,7 +1,8 @@
 """Hooks of mkdocs for ``make site``: pages link to files of the repository, and the site has to have them.
 
 Markdown outside of ``docs`` becomes a page under ``project/``; every other file that a page links to becomes a page
-under ``source/`` which shows it. Links are rewritten to these pages. Source: mkdocs 1.6, hooks.
+under ``source/`` which shows it. Links are rewritten to these pages. The search leaves decisions (``docs/adr``) out.
+Source: mkdocs 1.6, hooks.
 """
 
 import os
@@ -41,6 +42,8 @@ def on_files(files: Files, config: Config) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """Point links that leave ``docs`` to the pages made for them, and drop the marks that only tests read."""
     uri = page.file.src_uri
+    if uri.startswith("adr/"):
+        page.meta["search"] = {"exclude": True}
     root = Path.cwd()
     inside = uri.removeprefix("project/") if uri.startswith("project/") else f"docs/{uri}"
     return NO_RUN.sub(r"\1", rewrite(markdown, uri, (root / inside).parent, root))

@@ -41,4 +41,4 @@ def test_the_limits_are_those_of_the_script() -> None:
 def test_the_limits_on_prose_are_those_of_the_script() -> None:
     assert f"paragraphs over {check_docs.MAX_PARAGRAPH_WORDS} words" in TEXT
     assert check_docs.MAX_SENTENCE_NUMBERS == 2
-    assert check_docs.MAX_EXPERIMENT_LINES == 8
+    assert f"at most {check_docs.MAX_DECISION_WORDS} words" in TEXT

@@ -114,11 +114,15 @@ def test_decisions_and_the_changelog_may_argue_with_numbers(tmp_path: Path) -> N
     assert check_docs.problems(tmp_path) == []
 
 
-def test_an_experiment_of_nine_lines_is_found(tmp_path: Path) -> None:
-    short, long = "- line\n" * 8, "- line\n" * 9
-    write(tmp_path, README="[e](docs/experiments/a.md)\n")
-    write(tmp_path, docs__experiments__a=f"# Experiments\n\n## Short\n\n{short}\n## Long\n{long}")
+def test_a_decision_of_too_many_words_is_found_and_marks_of_tables_are_no_words(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        README="[s](docs/adr/0001.md) [l](docs/adr/0002.md) [i](docs/adr/README.md)\n",
+        docs__adr__0001="word " * 350 + "\n\n| --- | - |\n",
+        docs__adr__0002="word " * 351,
+        docs__adr__README="word " * 351,
+    )
 
-    (message,) = check_docs.problems(tmp_path)
-
-    assert message.endswith("'Long' has 9 lines, at most 8")
+    assert check_docs.problems(tmp_path) == [
+        f"{tmp_path}/docs/adr/0002.md: decision of 351 words, at most 350"
+    ]

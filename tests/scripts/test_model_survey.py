@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -23,12 +24,19 @@ def test_a_page_has_a_row_for_each_model_whatever_came_of_it() -> None:
         "bad", Outcome.DIFFERS, "another | answer", {"computed": 75, "fs": 0}, {"computed": True, "fs": True}
     )
     refused = Trial("ugly", Outcome.REFUSED, "why " * 100)
-    page = make_page([served, differs, refused])
-    assert "| served | 1 |\n| differs | 1 |\n| refused | 1 |" in page
-    assert "| good | served | computed, device, host, fs | 768 | 1024 |  |" in page
-    assert "| bad | differs | computed |  |  | another / answer |" in page
-    assert "| ugly | refused |  |  |  | why why" in page
+    plain = replace(served, model_type="plain", state_bytes=0)
+    page = make_page([served, plain, differs, refused])
+    assert "| served | 2 |\n| differs | 1 |\n| refused | 1 |" in page
+    assert "| keys and values | `plain` |\n| recurrent states | `good` |\n" in page
+    assert "| bad | differs | computed | another / answer |" in page
+    assert "| ugly | refused |  | why why" in page
     assert max(map(len, page.splitlines()[10:])) < 260
+
+
+def test_a_served_model_with_an_answer_that_was_not_tried_from_everywhere_keeps_a_row() -> None:
+    found = dict.fromkeys(ORIGINS, 64) | {"fs": 0}
+    part = Trial("part", Outcome.SERVED, "", found, dict.fromkeys(ORIGINS, True), 768)
+    assert "| part | served | computed, device, host |  |" in make_page([part])
 
 
 def test_most_architectures_of_transformers_are_in_the_table() -> None:

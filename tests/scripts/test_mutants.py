@@ -1,11 +1,13 @@
 """The bugs that the storm must find can still be planted."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 
 from scripts.mutant_table import MUTANTS, Mutant
-from scripts.mutants import BEGIN, END, PAGE, Verdict, count_places, plant, render_row, write_page
+from scripts.mutants import RECORD, ROOT, Verdict, count_places, make_record, plant, render_row
 
 MIN_MUTANTS = 25
 
@@ -35,15 +37,31 @@ def test_each_place_of_a_bug_is_changed_and_the_worst_is_counted(tmp_path: Path)
         plant(mutant, tmp_path)
 
 
-def test_a_page_keeps_what_stands_around_the_table() -> None:
-    row = render_row(MUTANTS[0], Verdict("", ""))
-    assert row.startswith(f"| {MUTANTS[0].name} | SURVIVES |")
-    assert write_page(f"before\n{BEGIN}old\n{END}behind\n", [row]) == f"before\n{BEGIN}{row}\n\n{END}behind\n"
+def test_a_mutant_that_nothing_has_found_survives_in_its_row_and_in_the_record() -> None:
+    storm, survivor = MUTANTS[:2]
+    assert render_row(survivor, Verdict("", "")).startswith(f"| {survivor.name} | SURVIVES |")
+    record = make_record([(storm, Verdict("storm", "7 operations")), (survivor, Verdict("", ""))], 3, 100)
+    assert (record["num_planted"], record["num_killed_by_storm"], record["num_survivors"]) == (2, 1, 1)
+    assert record["mutants"] == [
+        {"name": storm.name, "killed_by": "storm", "after": "7 operations"},
+        {"name": survivor.name, "killed_by": "", "after": ""},
+    ]
 
 
-def test_the_page_has_mutants_of_the_table_alone_and_no_survivor() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    names = {line.split(" | ")[0].removeprefix("| ") for line in page.splitlines() if line.startswith("| ")}
-    names = {name for name in names if not name.isdigit()}
-    assert names - {"mutant", "mutants"} <= {mutant.name for mutant in MUTANTS}
-    assert "SURVIVES" not in page
+def test_the_record_has_mutants_of_the_table_alone_and_no_survivor() -> None:
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    assert {row["name"] for row in record["mutants"]} <= {mutant.name for mutant in MUTANTS}
+    assert all(row["killed_by"] in {"storm", "suite"} for row in record["mutants"])
+    assert record["num_survivors"] == 0
+
+
+def test_the_page_of_faults_has_the_numbers_of_the_record() -> None:
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    page = (ROOT / "docs" / "results" / "faults.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^\|[^|]*\| `make mutants` \|(.*)\|$", page, flags=re.MULTILINE)
+    assert list(map(int, re.findall(r"\b\d+\b", row))) == [
+        record["num_planted"],
+        record["num_killed_by_storm"],
+        record["num_planted"] - record["num_killed_by_storm"] - record["num_survivors"],
+        record["num_survivors"],
+    ]

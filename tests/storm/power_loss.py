@@ -1,12 +1,13 @@
 """What of stored blocks outlives a loss of power, measured on a file system in an image.
 
-    python -m tests.storm.power_loss > docs/results/power-loss.md
+    python -m tests.storm.power_loss
 
 An image lies in memory, with a file system that is mounted through a loop device. What the file system has not written
 to its device yet is not in the image, and a copy of it is what a disk without a volatile cache would hold if the power
 failed at that moment. A tier stores blocks there; copies are made right after some of its reports, with the tier and
 the mount alive. Each copy is then mounted, which replays the journal, and another tier loads from it every block that
-had been reported before. It needs the superuser, ``mkfs`` and a free loop device, in a mount namespace of its own.
+had been reported before. It needs the superuser, ``mkfs`` and a free loop device, in a mount namespace of its own, and
+says why where it cannot run. ``docs/results/faults.md`` has the sums of its rows.
 """
 
 import argparse
@@ -22,30 +23,6 @@ from pathlib import Path
 
 from kvtier.testing.tier_driver import NUM_ROWS, TierDriver, content_of, make_config, make_rows
 from kvtier.tiering.fs import FSTier
-
-PAGE = """# What outlives a loss of power
-
-Blocks that a tier had reported as stored, and what of them another tier loads after the power has failed:
-{file_system}, Linux {kernel}. The setting is [`durability`](../guide/settings.md#fs). A command writes this page,
-which needs the superuser and a free loop device, and says why where it cannot run:
-
-```
-python -m tests.storm.power_loss > docs/results/power-loss.md
-```
-
-A disk is an image in memory. A cut is a copy of it right after a report, with the tier running and the file system
-mounted; mounting the copy replays its journal. What the kernel has not written yet is not in the copy. Each cut counts
-every block reported before it.
-
-"""
-"""What stands above the table."""
-
-REMARKS = """
-"Wrong bytes" and "refused", a tier that would not start, must be 0 in every row. With `none` nothing is left because
-the journal is written every five minutes here; by default ext4 does it every five seconds, and what is older than that
-is mostly there. A disk whose cache loses what the kernel has flushed is not covered by any setting.
-"""
-"""What stands below it."""
 
 HANG_GUARD_S = 60.0
 ROW_BYTES = 64 * 2**10
@@ -258,10 +235,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print_all(folder: Path, options: argparse.Namespace) -> int:
-    print(
-        PAGE.format(file_system=options.file_system, kernel=".".join(os.uname().release.split(".")[:2])),
-        end="",
-    )
     print("| tier | durability | I/O | cuts | reported | whole afterwards | wrong bytes | refused |")
     print("|---|---|---|---:|---:|---:|---:|---:|")
     has_failed = False
@@ -275,7 +248,6 @@ def _print_all(folder: Path, options: argparse.Namespace) -> int:
         print(f"| {' | '.join(cells)} |", flush=True)
         has_lost = case.durability == "fdatasync" and found.num_whole < found.num_reported
         has_failed |= has_lost or found.num_wrong > 0 or found.num_refused > 0
-    print(REMARKS, end="")
     return int(has_failed)
 
 

@@ -157,7 +157,7 @@ def check_states(cache_config: CacheConfig) -> None:
 
 
 def check_drafts(vllm_config: VllmConfig) -> None:
-    """Refuse recurrent states together with a way of drafting that no engine has confirmed (docs/adr/0050). Pure.
+    """Refuse recurrent states together with a way of drafting that no engine has confirmed (docs/adr/0037). Pure.
 
     Raises:
         ConfigError: both are used; the message has the method, or ``async_scheduling``.

@@ -1,10 +1,10 @@
-"""Each test that the page of faults and attacks names is there."""
+"""Each test that the page of faults names is there."""
 
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "results" / "trust.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "results" / "faults.md").read_text(encoding="utf-8")
 
 
 def test_every_suite_of_a_row_is_there() -> None:
