@@ -20,7 +20,7 @@ from tests.storm.secrecy import RAM_DISK, forge
 
 from kvtier.config import OffloadingConfig
 from kvtier.tiering.base import SecondaryTierManager, TierSettings
-from kvtier.tiering.fs import FSTier, catalog, pack
+from kvtier.tiering.fs import FSTier, pack
 from kvtier.tiering.fs.pack_header import SLOTS_OFFSET, PackGeometry, PackHeader, disk_bytes_of
 from kvtier.tiering.fs.system_calls import REAL_CALLS, SystemCalls
 
@@ -391,4 +391,4 @@ def file_times(weather: Weather) -> list[tuple[object, str, object]]:
             now_s = weather.wall_clock()
             os.utime(path, times or (now_s, now_s))
 
-    return [(pack, "os", Times()), (catalog, "os", Times())]
+    return [(pack, "os", Times())]

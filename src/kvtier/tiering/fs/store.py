@@ -175,7 +175,7 @@ class PackBlockStore(BlockStore[PackNamespace], PageKeeper[PackNamespace]):
             if None in (
                 find(key) if pin is None else pin.address for key, pin in zip(keys, pins, strict=True)
             ):
-                self._keeper.look_again()  # nobody has asked before: others may have stored them since the last look
+                self._keeper.look_again()  # no lookup came before: others may have stored them since the last look
             for key, slot, pin in zip(keys, slots, pins, strict=True):
                 address = find(key) if pin is None else pin.address
                 if address is not None:
