@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.checked_engine.memory import PAGE_BYTES
 
-from kvtier.tiering.fs import directory, documents, pack, purge_requests, tier
+from kvtier.tiering.fs import directory, pack, purge_requests, tier
 from kvtier.tiering.kit import encryption, key_ring
 from kvtier.tiering.kit.envelope import ENVELOPE_BYTES, MAGIC, HeaderCheck, join_encrypted_header, unpack
 from kvtier.tiering.kit.key_ring import add_entry, drop_tenant, make_ring, read_ring, write_ring
@@ -135,5 +135,5 @@ class _Secrets:
 def secret_calls(seed: int) -> list[tuple[object, str, object]]:
     """Return what to replace while the storm runs, so that a seed draws the same secrets again."""
     secrets = _Secrets(random.Random(f"{seed} secrets"))  # to be repeated, not to be secret
-    modules = (encryption, key_ring, directory, documents, pack, purge_requests, tier)
+    modules = (encryption, key_ring, directory, pack, purge_requests, tier)
     return [(module, "secrets", secrets) for module in modules]
