@@ -38,6 +38,9 @@ SGLANG_KEYS = frozenset({"backend_name", "tier"})
 """What only the JSON of SGLang's --hicache-storage-backend-extra-config has."""
 
 CONNECTOR = "KVTierConnector"
+STOCK_CONNECTOR = "OffloadingConnector"
+"""vLLM's own, with kvtier's tiers behind it."""
+
 NEEDED_ROLE = "kv_both"
 
 CUDA_DEVICE = Path("/dev/nvidiactl")
@@ -81,8 +84,8 @@ def check_config(
     """Yield every check of an engine's settings on this machine.
 
     Args:
-        config: vLLM's --kv-transfer-config, or the extra_config in it; or the JSON of SGLang's
-            --hicache-storage-backend-extra-config.
+        config: vLLM's --kv-transfer-config, for kvtier's connector or vLLM's own, or the extra_config in it; or the
+            JSON of SGLang's --hicache-storage-backend-extra-config.
         shared_memory: the mount of shared memory.
         engine: the ``namespace.json`` of an engine that ran, to compare with what the tiers hold.
         vllm: arguments of vLLM, likewise.
@@ -90,6 +93,9 @@ def check_config(
     Raises:
         KVTierError: ``engine`` or ``vllm`` cannot be used.
     """
+    if config.get("kv_connector") == STOCK_CONNECTOR:
+        yield from check_stock(config, shared_memory)
+        return
     own = find_own(config)
     if own is None:
         found = f"{shorten(config.get('kv_connector'))} is another connector: its settings are not kvtier's"
@@ -118,6 +124,30 @@ def check_config(
         yield from check_host_memory(settings, shared_memory)
         known = read_identity(settings, engine, vllm, extra) if settings.secondary_tiers else None
         yield from check_tiers(settings, known)
+
+
+def check_stock(config: Mapping[str, Any], shared_memory: Path) -> Iterator[Check]:  # Any: as above
+    """Yield the checks of vLLM's own connector with kvtier's tiers behind it."""
+    from kvtier.engines.stock_settings import SPEC, check_stock_settings
+
+    yield check_versions()
+    yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield check_numa(NODES, os.sched_getaffinity(0))
+    extra = config.get(EXTRA_CONFIG)
+    try:
+        settings = check_stock_settings(extra if isinstance(extra, dict) else {})
+    except KVTierError as error:
+        yield Check("settings", CheckResult.BROKEN, str(error))
+        return
+    assert isinstance(extra, dict)
+    yield Check("settings", CheckResult.GOOD, f"{len(extra)} settings of vLLM's own connector")
+    if settings.secondary_tiers and extra.get("spec_name") != SPEC:
+        found = f"{shorten(extra.get('spec_name'))} knows no tiers: write {SPEC!r}"
+        yield Check("spec_name", CheckResult.BROKEN, found)
+    if not settings.secondary_tiers:
+        yield Check("secondary_tiers", CheckResult.NOTE, 'none is kvtier\'s: write "type": "kvtier-fs"')
+    yield from check_host_memory(settings, shared_memory)
+    yield from check_tiers(settings)
 
 
 def check_tiers(settings: Settings, known: KnownIdentity | None = None) -> Iterator[Check]:
