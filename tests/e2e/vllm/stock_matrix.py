@@ -21,7 +21,7 @@ from tests.e2e.vllm.answers import LOGPROB_TOLERANCE, Answer, largest_difference
 from tests.e2e.vllm.checkpoints import COMMON, save_gemma, save_llama, save_qwen3_next
 from tests.e2e.vllm.conftest import CONTROL_POOL_BLOCKS
 from tests.e2e.vllm.engine_host import EngineOptions
-from tests.e2e.vllm.engine_pool import Alone, make_once
+from tests.e2e.vllm.engine_pool import Alone, EnginePool, make_once
 from tests.e2e.vllm.engine_process import EngineProcess
 from tests.e2e.vllm.prompts import GREEDY, WHOLE_TOKENS, make_prompt
 from tests.tiering.disks import small_disk_at
@@ -111,11 +111,13 @@ class Lab:
         folder: its own, empty; checkpoints are in the one above.
         column: what it tries.
         alone: answers of engines without offloading.
+        engines: running ones, that cases may share; None starts one for each.
     """
 
     folder: Path
     column: Column
     alone: Alone
+    engines: EnginePool | None = None
     differences: list[float] = field(default_factory=list)
 
     @property
@@ -139,6 +141,17 @@ class Lab:
     def engine(self, model: str = "llama", **more: Any) -> Iterator[EngineProcess]:  # Any: as above
         """Run an engine that ends as it ends of itself."""
         with EngineProcess(self.options(model, **more)) as engine:
+            yield engine
+
+    @contextmanager
+    def engine_as_new(self) -> Iterator[EngineProcess]:
+        """Run an engine, or borrow one that a reset has made as good as new: it finds nothing of before."""
+        if self.engines is None or not self.column.is_ours:
+            with self.engine() as engine:
+                yield engine
+            return
+        shared = replace(self, folder=self.folder.parent / f"shared-{self.column.tier}")
+        with self.engines.borrow(shared.options()) as engine:
             yield engine
 
     def model(self, name: str) -> str:
@@ -288,7 +301,7 @@ def adapters(lab: Lab) -> Outcome:
 def salts(lab: Lab) -> Outcome:
     """Cache salts: what one salt has stored is not found with another."""
     expected = lab.expected()[:3]
-    with lab.engine() as engine:
+    with lab.engine_as_new() as engine:
         first = [{"prompt_token_ids": prompt, "cache_salt": "first"} for prompt in PROMPTS[:3]]
         second = [{"prompt_token_ids": prompt, "cache_salt": "second"} for prompt in PROMPTS[:3]]
         lab.compare(engine.call("generate_requests", first, GREEDY), expected)
@@ -306,7 +319,7 @@ def aborts(lab: Lab) -> Outcome:
     """Requests that are aborted while they compute and while they load."""
     expected = lab.expected()
     num_loading = 0
-    with lab.engine() as engine:
+    with lab.engine_as_new() as engine:
         for prompt in PROMPTS[:3]:
             engine.call("abort_while_computing", prompt)
         lab.serve(engine, expected)
@@ -322,7 +335,7 @@ def aborts(lab: Lab) -> Outcome:
 def resets(lab: Lab) -> Outcome:
     """A reset: what was stored before it is not found, what is stored after it is."""
     expected = lab.expected()
-    with lab.engine() as engine:
+    with lab.engine_as_new() as engine:
         lab.serve(engine, expected)
         engine.call("settle")
         assert engine.call("reset")
@@ -336,7 +349,7 @@ def resets(lab: Lab) -> Outcome:
 def sleep(lab: Lab) -> Outcome:
     """Sleep and waking up."""
     expected = lab.expected()
-    with lab.engine() as engine:
+    with lab.engine_as_new() as engine:
         lab.serve(engine, expected)
         engine.call("settle")
         engine.call("sleep_and_wake", 1)
@@ -426,11 +439,13 @@ ONLY_ATTENTION = ("fs-arc", "fs-hazard", "obj")
 """Columns that differ in the policy or the tier alone: one case shows that they work."""
 
 
-def try_case(name: str, column: str, folder: Path, alone: Alone) -> Outcome:
+def try_case(
+    name: str, column: str, folder: Path, alone: Alone, engines: EnginePool | None = None
+) -> Outcome:
     """Run a case in a folder of its own."""
     own = folder / f"{name.replace(' ', '-')}-{column}"
     own.mkdir()
-    return CASES[name](Lab(own, COLUMNS[column], alone))
+    return CASES[name](Lab(own, COLUMNS[column], alone, engines))
 
 
 def missing_library(column: str) -> str:

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from copy import copy
 from pathlib import Path
 
 import pytest
@@ -121,7 +121,9 @@ def test_an_engine_with_plain_names_finds_its_blocks_and_names_its_weights_itsel
     monkeypatch.setattr(KVConnectorFactory, "get_connector_class", lambda _: lambda config, *_: build(config))
     monkeypatch.setattr(KVConnectorFactory, "supports_hma_config", lambda _: True, raising=False)
     for seed, num_hits in ((0, 0), (0, 2), (1, 0)):
-        config = replace(vllm_config, model_config=replace(vllm_config.model_config, seed=seed))
+        config = copy(vllm_config)
+        config.model_config = copy(vllm_config.model_config)
+        config.model_config.seed = seed  # of random weights: other ones
         config.kv_transfer_config = KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both")
         KVConnectorFactory.create_connector(
             config=config, role=KVConnectorRole.SCHEDULER, kv_cache_config=None
