@@ -1,9 +1,9 @@
 """Sessions that return to an engine whose device and host memory hold some of them, and a restart.
 
-Sixteen sessions of twelve blocks return in turn, eight at once, or in bursts of eight: the device's pool and host memory
-hold four each, or host memory two, and the disk holds all. Contestants are vLLM's own connector with kvtier's fs tier
-("ours") and with its own, and kvtier's connector; each has an engine of its own in each round. Then the engine ends, and
-another one serves every session, one at a time.
+Sixteen sessions of twelve blocks return in turn, eight at once, or in bursts of eight: the device's pool and host
+memory hold four each, or host memory two, and the disk holds all. Contestants are vLLM's own connector with kvtier's fs
+tier ("ours") and with its own, and kvtier's connector; each has an engine of its own in each round. Then the engine
+ends, and another one serves every session, one at a time.
 """
 
 import statistics

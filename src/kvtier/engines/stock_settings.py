@@ -1,8 +1,8 @@
 """What a configuration of vLLM's own connector says of kvtier's tiers and policies; checked without vLLM and a model.
 
-One code for the start of an engine (``vllm_plugin``) and for ``kvtier doctor``. vLLM builds its tiers when the model has
-been loaded and profiled, so a misspelled one would cost that much time. Only names and values that are kvtier's are
-looked at: a later release of vLLM may pass a tier settings of its own.
+One code for the start of an engine (``vllm_plugin``) and for ``kvtier doctor``. vLLM builds its tiers when the model
+has been loaded and profiled, so a misspelled one would cost that much time. Only names and values that are kvtier's
+are looked at: a later release of vLLM may pass a tier settings of its own.
 """
 
 import os
