@@ -68,7 +68,7 @@ def run(case: str, column: str, folder: Path, alone: Alone) -> Outcome | str:
         return try_case(case, column, folder, alone)
     except pytest.skip.Exception as error:
         return f"not run: {error}"
-    except Exception as error:  # noqa: BLE001  # an engine that ends is a result
+    except Exception as error:  # noqa: BLE001  # foreign: an engine that ends is a result
         return f"failed: {(str(error).strip().splitlines() or [type(error).__name__])[-1][:160]}"
 
 

@@ -62,7 +62,7 @@ class EngineOptions:
 
     @property
     def transfer_config(self) -> dict[str, Any] | None:  # Any: vLLM's own
-        """What vLLM is told of its connector."""
+        """What vLLM gets as ``kv_transfer_config``."""
         if self.settings is None:
             return None
         if self.is_stock:

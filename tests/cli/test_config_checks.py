@@ -70,8 +70,8 @@ def test_vllms_own_connector_with_a_tier_of_kvtier_is_checked_too(tmp_path: Path
             "absolute",
         ),
         (stock({"type": "fs"}, eviction_policy="kvtier-lruu"), "settings", "did you mean 'lru'"),
-        (stock({"type": "fs"}, cpu_bytes_to_use="1MiB"), "settings", "a number of bytes"),
-        (stock({"type": "fs"}), "secondary_tiers", "none is kvtier's"),
+        (stock({"type": "kvtier-fs"}, cpu_bytes_to_use="1MiB"), "settings", "a number of bytes"),
+        (stock({"type": "fs"}), "kv_connector", "another connector"),
         (
             stock(
                 {"type": "kvtier-fs", "root_dir": "/kv", "capacity_bytes": "1MiB"},
@@ -80,7 +80,11 @@ def test_vllms_own_connector_with_a_tier_of_kvtier_is_checked_too(tmp_path: Path
             "spec_name",
             "write 'TieringOffloadingSpec'",
         ),
-        (stock({"type": "fs"}, cpu_bytes_to_use=2**60), "cpu_bytes_to_use", "give less"),
+        (
+            stock({"type": "fs"}, cpu_bytes_to_use=2**60, eviction_policy="kvtier-lru"),
+            "cpu_bytes_to_use",
+            "give less",
+        ),
     ],
 )
 def test_what_would_keep_vllms_own_connector_from_kvtiers_tiers_is_said(

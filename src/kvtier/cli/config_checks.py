@@ -16,6 +16,7 @@ from typing import Any
 from kvtier.cli.engine_identity import KnownIdentity, check_namespaces, read_identity
 from kvtier.cli.output import Check, CheckResult
 from kvtier.config import EncryptionSettings, Settings, parse_encryption
+from kvtier.engines.stock_settings import SPEC, check_stock_settings, names_kvtier
 from kvtier.errors import ConfigError, KVTierError, describe_foreign
 from kvtier.input_files import parse_json, read_text_file
 from kvtier.limits import find_memory_limit
@@ -93,8 +94,9 @@ def check_config(
     Raises:
         KVTierError: ``engine`` or ``vllm`` cannot be used.
     """
-    if config.get("kv_connector") == STOCK_CONNECTOR:
-        yield from check_stock(config, shared_memory)
+    extra = config.get(EXTRA_CONFIG)
+    if config.get("kv_connector") == STOCK_CONNECTOR and isinstance(extra, dict) and names_kvtier(extra):
+        yield from check_stock(extra, shared_memory)
         return
     own = find_own(config)
     if own is None:
@@ -126,26 +128,20 @@ def check_config(
         yield from check_tiers(settings, known)
 
 
-def check_stock(config: Mapping[str, Any], shared_memory: Path) -> Iterator[Check]:  # Any: as above
-    """Yield the checks of vLLM's own connector with kvtier's tiers behind it."""
-    from kvtier.engines.stock_settings import SPEC, check_stock_settings
-
+def check_stock(extra_config: Mapping[str, Any], shared_memory: Path) -> Iterator[Check]:  # Any: as above
+    """Yield the checks of vLLM's own connector with kvtier's tiers and policies behind it."""
     yield check_versions()
     yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield check_numa(NODES, os.sched_getaffinity(0))
-    extra = config.get(EXTRA_CONFIG)
     try:
-        settings = check_stock_settings(extra if isinstance(extra, dict) else {})
+        settings = check_stock_settings(extra_config)
     except KVTierError as error:
         yield Check("settings", CheckResult.BROKEN, str(error))
         return
-    assert isinstance(extra, dict)
-    yield Check("settings", CheckResult.GOOD, f"{len(extra)} settings of vLLM's own connector")
-    if settings.secondary_tiers and extra.get("spec_name") != SPEC:
-        found = f"{shorten(extra.get('spec_name'))} knows no tiers: write {SPEC!r}"
+    yield Check("settings", CheckResult.GOOD, f"{len(extra_config)} settings of vLLM's own connector")
+    if settings.secondary_tiers and extra_config.get("spec_name") != SPEC:
+        found = f"{shorten(extra_config.get('spec_name'))} knows no tiers: write {SPEC!r}"
         yield Check("spec_name", CheckResult.BROKEN, found)
-    if not settings.secondary_tiers:
-        yield Check("secondary_tiers", CheckResult.NOTE, 'none is kvtier\'s: write "type": "kvtier-fs"')
     yield from check_host_memory(settings, shared_memory)
     yield from check_tiers(settings)
 

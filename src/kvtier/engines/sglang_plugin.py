@@ -41,7 +41,7 @@ def switch_on(result: object, server_args: "ServerArgs") -> None:
     """Switch HiCache on with kvtier behind it.
 
     Raises:
-        ConfigError: the variable has no settings, or the server is told of another backend; or a setting cannot work.
+        ConfigError: the variable has no settings, or a flag names another backend; or a setting cannot work.
         UnknownNameError: an unknown setting or tier.
     """
     from kvtier.engines.sglang.settings import parse_extra_config

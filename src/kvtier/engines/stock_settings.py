@@ -44,10 +44,19 @@ def check_stock_settings(extra_config: Mapping[str, Any]) -> Settings:  # Any: J
     settings = Settings(cpu_bytes_to_use=num_bytes, secondary_tiers=tuple(own_tiers(extra_config)))
     for entry in settings.secondary_tiers:
         check_tier(entry, settings)
-    for entry in extra_config.get("secondary_tiers", ()):
+    entries = extra_config.get("secondary_tiers", ())
+    for entry in entries if is_list(entries) else ():
         if isinstance(entry, Mapping) and entry.get("encryption") is not None:
             parse_encryption(entry["encryption"], os.environ)
     return settings
+
+
+def names_kvtier(extra_config: Mapping[str, Any]) -> bool:  # Any: as above
+    """Return whether a policy or a tier is named as kvtier's are. Pure."""
+    entries = extra_config.get("secondary_tiers", ())
+    kinds = [entry.get("type") for entry in entries if isinstance(entry, Mapping)] if is_list(entries) else []
+    names = [extra_config.get("eviction_policy"), *kinds]
+    return any(isinstance(name, str) and name.lower().startswith(PREFIX) for name in names)
 
 
 def own_tiers(extra_config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:  # Any: as above
@@ -57,7 +66,7 @@ def own_tiers(extra_config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:  # A
         UnknownNameError: a name begins as kvtier's, and there is no such tier.
     """
     entries = extra_config.get("secondary_tiers", ())
-    for entry in entries if isinstance(entries, list | tuple) else ():
+    for entry in entries if is_list(entries) else ():
         kind = entry.get("type") if isinstance(entry, Mapping) else None
         if not isinstance(kind, str) or not kind.lower().startswith(PREFIX):
             continue
@@ -68,3 +77,8 @@ def own_tiers(extra_config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:  # A
             raise UnknownNameError("secondary tier", kind, [f"{PREFIX}-{one}" for one in TIERS.names()])
         known = (own_setting_names(TIERS.resolve(name)) | COMMON_SETTINGS) - {"encryption"}
         yield {"type": name, **{setting: value for setting, value in entry.items() if setting in known}}
+
+
+def is_list(value: object) -> bool:
+    """Return whether a JSON's value is a list. Pure."""
+    return isinstance(value, list | tuple)

@@ -15,6 +15,7 @@ from typing import Any
 
 from tests.e2e.vllm.answers import Answer
 from tests.e2e.vllm.faulty_spec import FAULTS, CopyFaults
+from tests.e2e.vllm.settings import make_transfers
 
 from kvtier.base import ReqContext, make_offload_key
 
@@ -78,10 +79,6 @@ LEVELS = ("primary.capacity_blocks", "primary.free_blocks")
 WHOLE_PROMPTS = {"enable_chunked_prefill": False, "max_num_batched_tokens": MAX_MODEL_TOKENS}
 """Arguments for sampling with a seed: vLLM 0.32's CPU backend dies when a seeded request's prompt comes in chunks
 ("CPU Generator does not use offset")."""
-
-
-STOCK_SPEC = {"spec_name": "CPUHostTieringSpec", "spec_module_path": "tests.e2e.vllm.stock_cpu_spec"}
-"""vLLM's own offloading with a worker for CPUs."""
 
 
 def run_engine(options: EngineOptions, connection: Connection) -> None:
@@ -160,25 +157,6 @@ def describe(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
-def make_transfers(options: EngineOptions) -> dict[str, Any]:  # Any: vLLM's own
-    """Return ``kv_transfer_config``, for kvtier's connector or for vLLM's own."""
-    assert options.settings is not None
-    if options.is_stock:
-        return {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": STOCK_SPEC | options.settings,
-        }
-    return {
-        "kv_connector": "KVTierConnector",
-        "kv_connector_module_path": "kvtier.engines.vllm",
-        "kv_role": "kv_both",
-        # An audited hit is computed, and most tests count what is loaded.
-        "kv_connector_extra_config": {"audit_ratio": 0} | options.settings,
-    }
-
-
 class EngineHost:
     """One ``LLM`` whose engine core can be stepped by hand."""
 
@@ -198,7 +176,7 @@ class EngineHost:
         self._has_kvtier = options.settings is not None and not options.is_stock
         self._has_connector = options.settings is not None
         self._counted: Mapping[str, float] = {}
-        transfer_config = None if options.settings is None else make_transfers(options)
+        transfer_config = make_transfers(options.settings, is_stock=options.is_stock)
         arguments: dict[str, Any] = {  # Any: vLLM's own
             "skip_tokenizer_init": True,
             "enforce_eager": True,

@@ -84,8 +84,10 @@ class CopyingWorker(OffloadingWorker):
 class CPUHostTieringSpec(TieringOffloadingSpec):
     """Tiered offloading with such a worker."""
 
+    _own_worker: OffloadingWorker | None = None
+
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        if not self._worker:
+        if self._own_worker is None:
             region = SharedOffloadRegion(
                 engine_id=self._engine_id,
                 num_chunks=self.num_chunks,
@@ -93,5 +95,5 @@ class CPUHostTieringSpec(TieringOffloadingSpec):
                 kv_bytes_per_chunk=self.kv_bytes_per_chunk,
                 cpu_page_size=self.cpu_page_size_per_worker,
             )
-            self._worker = CopyingWorker(kv_caches, self.blocks_per_chunk, region)
-        return self._worker
+            self._own_worker = CopyingWorker(kv_caches, self.blocks_per_chunk, region)
+        return self._own_worker

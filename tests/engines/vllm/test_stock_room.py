@@ -1,12 +1,14 @@
 """Requests wait for room in host memory in the order in which they came, and none waits forever."""
 
 import random
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
-from tests.engines.vllm.stock_engine import key_of
+from tests.engines.vllm.stock_engine import HAS_DOOR, NO_DOOR, StockEngine, key_of
+from vllm.v1.kv_offload.base import LookupResult
 
 from kvtier.engines.vllm.stock_room import RoomQueue
 from kvtier.testing.clock import ManualClock
@@ -168,3 +170,17 @@ def test_walks_end_and_what_is_let_in_fits(seed: int) -> None:
             break
     assert not lengths, "a request waits forever"
     assert searcher.room._num_used == searcher.room._num_waiting == 0
+
+
+@pytest.mark.skipif(not HAS_DOOR, reason=NO_DOOR)
+def test_without_a_wait_what_has_no_room_is_absent(tmp_path: Path) -> None:
+    tier = {"type": "KVTierFS", "module_path": "kvtier.engines.vllm.tiers", "root_dir": str(tmp_path)}
+    tier |= {"capacity_bytes": "64MiB", "model_identity": "main@8cde5ca8", "room_wait_s": 0}
+    with StockEngine([tier]) as engine:
+        for first in (0, 10):
+            engine.store(range(first, first + 6))
+            engine.push_out()
+        first_request, second_request = engine.new_request(), engine.new_request()
+        assert engine.search(range(6), first_request) is None
+        answers = [engine.manager.lookup(key_of(number), second_request) for number in range(10, 16)]
+        assert answers == [LookupResult.HIT_PENDING] * 2 + [LookupResult.MISS] * 4

@@ -26,14 +26,12 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvtier.engines.vllm.stock_jobs import kvtier_context
-from kvtier.engines.vllm.tiers import KVTierSecondaryTier
 from kvtier.errors import ConfigError, TierError
 from kvtier.testing.clock import ManualClock
 from kvtier.testing.faults import Faults
 from kvtier.testing.tier_driver import HANG_GUARD_S
 from kvtier.tiering.base import FAILURES_TO_OPEN
 from kvtier.tiering.breaker import OPEN_S
-from kvtier.tiering.factory import TIERS
 
 pytestmark = pytest.mark.skipif(not HAS_DOOR, reason=NO_DOOR)
 
@@ -174,23 +172,6 @@ def test_a_request_waits_until_host_memory_has_room_instead_of_computing(tmp_pat
             engine.step(loaded)
         assert found == [(first.req_id, 6), (second.req_id, 6), (third.req_id, 6)]
         assert not engine.pins()
-
-
-def test_without_a_wait_what_has_no_room_is_absent(tmp_path: Path) -> None:
-    with StockEngine([fs(tmp_path, room_wait_s=0)]) as engine:
-        for first in (0, 10):
-            engine.store(range(first, first + 6))
-            engine.push_out()
-        first_request, second_request = engine.new_request(), engine.new_request()
-        assert engine.search(range(6), first_request) is None
-        answers = [engine.manager.lookup(key_of(number), second_request) for number in range(10, 16)]
-        assert answers == [LookupResult.HIT_PENDING] * 2 + [LookupResult.MISS] * 4
-
-
-@pytest.mark.parametrize("name", ["KVTierFS", "KVTierObj", "KVTierValkey", "KVTierMooncake"])
-def test_every_tier_of_kvtier_has_a_class_for_vllm(name: str) -> None:
-    kinds = {one.__name__: one.kvtier_type for one in KVTierSecondaryTier.__subclasses__()}
-    assert kinds[name] in TIERS.names()
 
 
 def test_unknown_arguments_are_ignored_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -165,7 +165,6 @@ class KVTierHazard(KVTierPolicy):
         reused_keys: Collection[OffloadKey],
         req_context: StockReqContext,
     ) -> None:
-        """Learn which blocks the request has named, and record its uses."""
         # vLLM names no block that the device has held all along, so the head of a known prefix may be missing.
         chains = [(*self.policy.known_prefix(keys[0]), *keys) for keys in key_groups if keys]
         if chains:
