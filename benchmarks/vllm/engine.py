@@ -160,9 +160,10 @@ class Engine:
             temperature=0.0, max_tokens=num_answer_tokens, ignore_eos=True, detokenize=False
         )
         engine = self._llm.llm_engine
-        left, begun_s, first_s = list(enumerate(prompts)), {}, {}
+        left = list(enumerate(prompts))[::-1]
+        begun_s: dict[int, float] = {}
+        first_s: dict[int, float] = {}
         found: dict[int, tuple[float, int]] = {}
-        left.reverse()
         while left or engine.has_unfinished_requests():
             while left and len(begun_s) - len(found) < at_once:
                 number, prompt = left.pop()

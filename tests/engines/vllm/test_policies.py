@@ -314,7 +314,12 @@ def test_putting_a_long_unfinished_request_in_order_does_not_happen_at_each_stor
     context = side.begin(keys)
     renewed: list[int] = []
     renew = side.policy.policy.renew
-    side.policy.policy.renew = lambda keys: (renewed.append(len(keys)), renew(keys))
+
+    def count(keys: Sequence[OffloadKey]) -> None:
+        renewed.append(len(keys))
+        renew(keys)
+
+    side.policy.policy.renew = count
     for number in range(400):
         side.write(context, number)
     assert not renewed, "older blocks of others left, so no order was needed"

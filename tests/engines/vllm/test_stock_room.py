@@ -174,7 +174,11 @@ def test_walks_end_and_what_is_let_in_fits(seed: int) -> None:
 
 @pytest.mark.skipif(not HAS_DOOR, reason=NO_DOOR)
 def test_without_a_wait_what_has_no_room_is_absent(tmp_path: Path) -> None:
-    tier = {"type": "KVTierFS", "module_path": "kvtier.engines.vllm.tiers", "root_dir": str(tmp_path)}
+    tier: dict[str, object] = {
+        "type": "KVTierFS",
+        "module_path": "kvtier.engines.vllm.tiers",
+        "root_dir": str(tmp_path),
+    }
     tier |= {"capacity_bytes": "64MiB", "model_identity": "main@8cde5ca8", "room_wait_s": 0}
     with StockEngine([tier]) as engine:
         for first in (0, 10):
