@@ -391,13 +391,14 @@ def disk_gone(lab: Lab) -> Outcome:
 def disk_full(lab: Lab) -> Outcome:
     """The disk has room for a quarter of the blocks."""
     expected = lab.expected()
-    with small_disk_at(lab.blocks, "6m"):
-        with lab.engine() as engine:
+    with small_disk_at(lab.folder / "disk", "6m") as disk:
+        on_disk = replace(lab, folder=disk)
+        with on_disk.engine() as engine:
             lab.serve(engine, expected)
             engine.call("settle")
             full = lab.serve(engine, expected)
             engine.call("settle")
-        with lab.engine() as engine:
+        with on_disk.engine() as engine:
             restarted = lab.serve(engine, expected)
     return lab.outcome(restarted, 0, f"in turn {full:,}, restarted {restarted:,}")
 

@@ -141,8 +141,12 @@ def make_prefixes() -> list[list[OffloadKey]]:
 def test_hits_on_prefixes_are_those_of_kvtiers_own_manager(policy: str) -> None:
     trace = make_prefixes()
     stock, own = StockSide(policy, 100), OwnSide(policy, 100)
-    hits = [stock.serve(keys) for keys in trace]
-    assert hits == [own.serve(keys) for keys in trace]
+    hits, expected = [stock.serve(keys) for keys in trace], [own.serve(keys) for keys in trace]
+    if hasattr(StockPolicy, "on_request_access"):
+        # The head that a request has loaded stays while it stores its tail: some more is found.
+        assert sum(expected) <= sum(hits) < 1.1 * sum(expected)
+    else:
+        assert hits == expected
     assert 0 < sum(hits) < sum(map(len, trace))
 
 
