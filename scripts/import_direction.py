@@ -117,7 +117,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
     "safetensors": ("engines.transformers",),
     "tokenizers": ("cli.live",),
     "vllm": ("engines.vllm", "engines.vllm_plugin"),
-    "sglang": ("engines.sglang",),
+    "sglang": ("engines.sglang", "engines.sglang_plugin"),
     "huggingface_hub": ("engines.vllm",),
     "xxhash": ("tiering.kit.envelope",),
     "cryptography": ("tiering.kit.encryption", "tiering.kit.keyed_names"),

@@ -39,9 +39,12 @@ CONTRACTS: Mapping[str, Sequence[str]] = {
         "OffloadingMetricMetadata",
         "ReqContext",
         "RequestOffloadingContext",
+        "ScheduleEndContext",
     ),
     "vllm.v1.kv_offload.cpu.policies.base": ("CachePolicy",),
+    "vllm.v1.kv_offload.cpu.policies.factory": ("CachePolicyFactory",),
     "vllm.v1.kv_offload.tiering.base": ("JobResult", "SecondaryTierManager"),
+    "vllm.v1.kv_offload.tiering.factory": ("SecondaryTierFactory",),
 }
 """Names that kvtier inherits from or calls, by module."""
 

@@ -34,6 +34,10 @@ ENVIRONMENT = {
 }
 
 
+STOCK_SPEC = {"spec_name": "CPUHostTieringSpec", "spec_module_path": "tests.e2e.vllm.stock_cpu_spec"}
+"""vLLM's own offloading with a worker that copies on the CPU."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """Settings of an engine.
@@ -45,6 +49,7 @@ class EngineOptions:
         block_tokens: tokens of a device block.
         max_model_tokens: longest request, with its answer.
         step_tokens: most tokens computed in a step.
+        is_stock: give the settings to vLLM's own connector, with the tests' worker for CPUs.
     """
 
     model: str
@@ -53,6 +58,26 @@ class EngineOptions:
     block_tokens: int = 128
     max_model_tokens: int = 4096
     step_tokens: int = 4096
+    is_stock: bool = False
+
+    @property
+    def transfer_config(self) -> dict[str, Any] | None:  # Any: vLLM's own
+        """What vLLM gets as ``kv_transfer_config``."""
+        if self.settings is None:
+            return None
+        if self.is_stock:
+            return {
+                "kv_connector": "OffloadingConnector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": STOCK_SPEC | self.settings,
+            }
+        return {
+            "kv_connector": "KVTierConnector",
+            "kv_connector_module_path": "kvtier.engines.vllm",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": self.settings,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +107,6 @@ class Engine:
     def __init__(self, options: EngineOptions) -> None:
         from vllm import LLM
 
-        transfer_config = None
-        if options.settings is not None:
-            transfer_config = {
-                "kv_connector": "KVTierConnector",
-                "kv_connector_module_path": "kvtier.engines.vllm",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": options.settings,
-            }
         self._llm = LLM(
             options.model,
             skip_tokenizer_init=True,
@@ -101,10 +118,10 @@ class Engine:
             max_num_batched_tokens=options.step_tokens,
             max_num_seqs=8,
             use_tqdm_on_load=False,
-            kv_transfer_config=transfer_config,
+            kv_transfer_config=options.transfer_config,
         )
         self._core = self._llm.llm_engine.engine_core.engine_core
-        self._has_kvtier = options.settings is not None
+        self._has_kvtier = options.settings is not None and not options.is_stock
 
     def serve(self, prompt: Sequence[int], num_answer_tokens: int) -> Served:
         """Answer the prompt; its stores may still run afterwards."""
@@ -128,6 +145,36 @@ class Engine:
         }
         num_open_jobs = int(self.stats().get("connector.open_jobs", 0))
         return Served(output.num_cached_tokens or 0, time_s, loaded, num_open_jobs)
+
+    def serve_together(
+        self, prompts: Sequence[Sequence[int]], at_once: int, num_answer_tokens: int
+    ) -> list[tuple[float, int]]:
+        """Answer the prompts, so many at a time: the next one begins when an answer is complete.
+
+        Returns:
+            For each prompt the seconds to its first token, and its tokens that were not computed.
+        """
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=num_answer_tokens, ignore_eos=True, detokenize=False
+        )
+        engine = self._llm.llm_engine
+        left = list(enumerate(prompts))[::-1]
+        begun_s: dict[int, float] = {}
+        first_s: dict[int, float] = {}
+        found: dict[int, tuple[float, int]] = {}
+        while left or engine.has_unfinished_requests():
+            while left and len(begun_s) - len(found) < at_once:
+                number, prompt = left.pop()
+                begun_s[number] = time.perf_counter()
+                engine.add_request(f"prompt-{number}", {"prompt_token_ids": list(prompt)}, sampling)
+            for output in engine.step():
+                number = int(output.request_id.split("-")[1])
+                first_s.setdefault(number, time.perf_counter() - begun_s[number])
+                if output.finished:
+                    found[number] = first_s[number], output.num_cached_tokens or 0
+        return [found[number] for number in range(len(prompts))]
 
     def serve_without(self, prompt: Sequence[int], num_answer_tokens: int) -> Served:
         """Answer the prompt like vLLM without a connector; to be called when idle.

@@ -56,6 +56,18 @@ class EngineProcess:
         self._call("settle")
         return served
 
+    def serve_together(
+        self, prompts: Sequence[Sequence[int]], at_once: int, num_answer_tokens: int
+    ) -> list[tuple[float, int]]:
+        """Answer the prompts, so many at a time; return seconds to first token and tokens found for each."""
+        served = self._call("serve_together", prompts, at_once, num_answer_tokens)
+        assert isinstance(served, list)
+        return served
+
+    def settle(self) -> None:
+        """Wait until every store has reached every tier."""
+        self._call("settle")
+
     def serve_without(self, prompt: Sequence[int], num_answer_tokens: int) -> Served:
         """Answer the prompt as if the engine had no kvtier."""
         served = self._call("serve_without", prompt, num_answer_tokens)

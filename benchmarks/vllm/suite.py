@@ -17,13 +17,13 @@ MISSING = "vLLM is not installed, so nothing was measured with it: make bench-pe
 
 
 def measure(options: Options) -> Iterator[Measurement]:
-    """Yield times to first token and ratios without hits; nothing where vLLM is missing."""
+    """Yield times to first token, ratios without hits, and what overflow costs; nothing where vLLM is missing."""
     if importlib.util.find_spec("vllm") is None:
         options.note(MISSING)
         return
-    from benchmarks.vllm import first_token, no_hit
+    from benchmarks.vllm import first_token, no_hit, overflow
 
-    for part in (first_token.measure, no_hit.measure):
+    for part in (first_token.measure, no_hit.measure, overflow.measure):
         with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=options.folder) as folder:
             os.environ["TMPDIR"] = folder  # vLLM does not remove its sockets
             yield from part(options, Path(folder))

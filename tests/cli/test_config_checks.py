@@ -32,6 +32,62 @@ def test_settings_of_a_healthy_engine_are_good_in_both_forms(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
+def stock(tier: Mapping[str, object], **more: object) -> dict[str, object]:
+    extra = {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": 2**20,
+        "secondary_tiers": [tier],
+        **more,
+    }
+    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def test_vllms_own_connector_with_a_tier_of_kvtier_is_checked_too(tmp_path: Path) -> None:
+    tier = {"type": "kvtier-fs", "root_dir": str(tmp_path / "kv"), "capacity_bytes": "1MiB", "room_wait_s": 1}
+    by_class = tier | {
+        "type": "KVTierFS",
+        "module_path": "kvtier.engines.vllm.tiers",
+        "model_identity": "main",
+    }
+    for one in (tier, by_class):
+        found = check(stock(one, eviction_policy="kvtier-hazard"), tmp_path)
+        assert {found[subject][0] for subject in ("settings", "cpu_bytes_to_use", "tier 0 (fs)")} == {"ok"}
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "subject", "words"),
+    [
+        (stock({"type": "kvtier-ffs"}), "settings", "did you mean 'kvtier-fs'"),
+        (
+            stock({"type": "kvtier-fs", "root_dir": "relative", "capacity_bytes": "1MiB"}),
+            "settings",
+            "absolute",
+        ),
+        (stock({"type": "fs"}, eviction_policy="kvtier-lruu"), "settings", "did you mean 'lru'"),
+        (stock({"type": "kvtier-fs"}, cpu_bytes_to_use="1MiB"), "settings", "a number of bytes"),
+        (stock({"type": "fs"}), "kv_connector", "another connector"),
+        (
+            stock(
+                {"type": "kvtier-fs", "root_dir": "/kv", "capacity_bytes": "1MiB"},
+                spec_name="CPUOffloadingSpec",
+            ),
+            "spec_name",
+            "write 'TieringOffloadingSpec'",
+        ),
+        (
+            stock({"type": "fs"}, cpu_bytes_to_use=2**60, eviction_policy="kvtier-lru"),
+            "cpu_bytes_to_use",
+            "give less",
+        ),
+    ],
+)
+def test_what_would_keep_vllms_own_connector_from_kvtiers_tiers_is_said(
+    config: dict[str, object], subject: str, words: str, tmp_path: Path
+) -> None:
+    assert words in check(config, tmp_path)[subject][1]
+
+
 @pytest.mark.parametrize(
     ("config", "subject", "words"),
     [

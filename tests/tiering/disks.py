@@ -14,13 +14,13 @@ from kvtier.tiering.fs.system_calls import Buffers
 
 
 @contextmanager
-def small_disk_at(folder: Path) -> Iterator[Path]:
-    """Mount a file system of one MiB at a folder that is made; skips the test where this user may not."""
+def small_disk_at(folder: Path, size: str = "1m") -> Iterator[Path]:
+    """Mount a small file system at a folder that is made; skips the test where this user may not."""
     folder.mkdir()
     mount, umount = shutil.which("mount"), shutil.which("umount")
     if mount is None or umount is None:
         pytest.skip("there is no mount command here")
-    command = [mount, "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    command = [mount, "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")

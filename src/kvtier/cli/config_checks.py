@@ -15,6 +15,7 @@ from typing import Any
 from kvtier.cli.engine_identity import KnownIdentity, check_namespaces, read_identity
 from kvtier.cli.output import Check, CheckResult
 from kvtier.config import EncryptionSettings, Settings, parse_encryption
+from kvtier.engines.stock_settings import SPEC, check_stock_settings, names_kvtier
 from kvtier.errors import ConfigError, KVTierError, MissingExtraError, PlaceError, describe_foreign
 from kvtier.input_files import parse_json, read_text_file
 from kvtier.quantities import size_in_words
@@ -37,6 +38,9 @@ SGLANG_KEYS = frozenset({"backend_name", "tier"})
 """What only the JSON of SGLang's --hicache-storage-backend-extra-config has."""
 
 CONNECTOR = "KVTierConnector"
+STOCK_CONNECTOR = "OffloadingConnector"
+"""vLLM's own, with kvtier's tiers behind it."""
+
 NEEDED_ROLE = "kv_both"
 
 CUDA_DEVICE = Path("/dev/nvidiactl")
@@ -83,8 +87,8 @@ def check_config(
     """Yield every check of an engine's settings on this machine.
 
     Args:
-        config: vLLM's --kv-transfer-config, or the extra_config in it; or the JSON of SGLang's
-            --hicache-storage-backend-extra-config.
+        config: vLLM's --kv-transfer-config, for kvtier's connector or vLLM's own, or the extra_config in it; or the
+            JSON of SGLang's --hicache-storage-backend-extra-config.
         engine: the ``namespace.json`` of an engine that ran, to compare with what the tiers hold.
         vllm: arguments of vLLM, likewise.
         root: the folder that holds /proc, /sys and /dev.
@@ -92,6 +96,10 @@ def check_config(
     Raises:
         KVTierError: ``engine`` or ``vllm`` cannot be used.
     """
+    extra = config.get(EXTRA_CONFIG)
+    if config.get("kv_connector") == STOCK_CONNECTOR and isinstance(extra, dict) and names_kvtier(extra):
+        yield from check_stock(extra, root)
+        return
     own = find_own(config)
     if own is None:
         found = f"{shorten(config.get('kv_connector'))} is another connector: its settings are not kvtier's"
@@ -120,6 +128,24 @@ def check_config(
         yield from check_host_memory(settings, root)
         known = read_identity(settings, engine, vllm, extra) if settings.secondary_tiers else None
         yield from check_tiers(settings, known)
+
+
+def check_stock(extra_config: Mapping[str, Any], root: Path) -> Iterator[Check]:  # Any: as above
+    """Yield the checks of vLLM's own connector with kvtier's tiers and policies behind it."""
+    yield check_versions()
+    yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield check_numa(NODES, os.sched_getaffinity(0))
+    try:
+        settings = check_stock_settings(extra_config)
+    except KVTierError as error:
+        yield Check("settings", CheckResult.BROKEN, str(error))
+        return
+    yield Check("settings", CheckResult.GOOD, f"{len(extra_config)} settings of vLLM's own connector")
+    if settings.secondary_tiers and extra_config.get("spec_name") != SPEC:
+        found = f"{shorten(extra_config.get('spec_name'))} knows no tiers: write {SPEC!r}"
+        yield Check("spec_name", CheckResult.BROKEN, found)
+    yield from check_host_memory(settings, root)
+    yield from check_tiers(settings)
 
 
 def check_tiers(settings: Settings, known: KnownIdentity | None = None) -> Iterator[Check]:

@@ -1,17 +1,20 @@
 """What vLLM calls in each of its processes once kvtier is installed: the entry point in ``vllm.general_plugins``.
 
-It makes ``"kv_connector": "KVTierConnector"`` enough, without a path to its module, and has kvtier's settings checked
-when vLLM makes its configuration, in the process of the API server. vLLM shows a connector its settings only when the
-model has been loaded and profiled, so that a misspelled one would cost that much time. No hook of a connector comes
-earlier on every platform (docs/adr/0040), so the configuration's own check is extended.
+It makes names enough, without a path to a module: ``"kv_connector": "KVTierConnector"``, and for vLLM's own connector
+the tiers and policies of ``TIERS`` and ``POLICIES``. It keeps the configuration of an engine whose connector is being
+built, because vLLM's own connector does not give it to a tier, and a tier names its blocks by it. And it has kvtier's
+settings checked when vLLM makes its configuration, in the process of the API server. vLLM shows a connector its
+settings only when the model has been loaded and profiled, so that a misspelled one would cost that much time. No hook
+of a connector comes earlier on every platform (docs/adr/0040), so the configuration's own check is extended.
 
-In an engine without kvtier nothing of it but this file is imported. Source: ``vllm/plugins``, ``KVConnectorFactory``
-and ``ProcessorInputs`` of vLLM 0.28 to 0.33.
+In an engine without kvtier nothing of it but this file is imported. Source: ``vllm/plugins``, ``KVConnectorFactory``,
+``SecondaryTierFactory``, ``CachePolicyFactory`` and ``ProcessorInputs`` of vLLM 0.28 to 0.33.
 """
 
 import functools
 import multiprocessing
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 from vllm.config import KVTransferConfig, VllmConfig
@@ -30,15 +33,30 @@ STOCK = "OffloadingConnector"
 STOCK_DEFAULT_SPEC = "CPUOffloadingSpec"
 """What it builds without ``spec_name``; it knows no secondary tiers."""
 
+TIERS = {
+    "kvtier-fs": "KVTierFS",
+    "kvtier-obj": "KVTierObj",
+    "kvtier-valkey": "KVTierValkey",
+    "kvtier-mooncake": "KVTierMooncake",
+}
+"""Names of kvtier's tiers for vLLM's own connector -> classes in ``kvtier.engines.vllm.tiers``."""
+
+POLICIES = {"kvtier-lru": "KVTierLRU", "kvtier-arc": "KVTierARC", "kvtier-hazard": "KVTierHazard"}
+"""Likewise of the policies -> classes in ``kvtier.engines.vllm.policies``."""
 
 CLIENT = "client-"
 """Stands before a hash of a name that a client gave, so that it is no hash of an image."""
 
 
+_engine: ContextVar[VllmConfig | None] = ContextVar("kvtier's engine", default=None)
+
+
 def register() -> None:
-    """Register the connector, and have its settings checked with each configuration; idempotent."""
+    """Register kvtier's names, and have its settings checked with each configuration; idempotent."""
     if CONNECTOR not in KVConnectorFactory._registry:  # noqa: SLF001 - it has no public way to ask
         KVConnectorFactory.register_connector(CONNECTOR, MODULE, CONNECTOR)
+    register_stock_names()
+    keep_configurations()
     stock = VllmConfig.__post_init__
     if hasattr(stock, "__wrapped__"):
         return
@@ -54,9 +72,47 @@ def register() -> None:
             refuse_replaced(self, connector, extra_config)
             if connector == STOCK:
                 refuse_idle_tiers(extra_config)
+                check_tiers(extra_config)
         check_before_start(self)
 
     VllmConfig.__post_init__ = check_too
+
+
+def register_stock_names() -> None:
+    """Register the names of tiers and policies in vLLM's own factories; idempotent. Imports no tier and no policy."""
+    try:
+        from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
+        from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+    except ImportError:  # a release that has them elsewhere: there only a path to the module names them
+        return
+    for name, class_name in TIERS.items():
+        if name not in SecondaryTierFactory._registry:  # noqa: SLF001 - as above
+            SecondaryTierFactory.register_tier(name, f"{MODULE}.tiers", class_name)
+    for name, class_name in POLICIES.items():
+        if name not in CachePolicyFactory._registry:  # noqa: SLF001 - as above
+            CachePolicyFactory.register_cache_policy(name, f"{MODULE}.policies", class_name)
+
+
+def keep_configurations() -> None:
+    """Keep the configuration of an engine while vLLM builds its connector, for ``config_of_engine``; idempotent."""
+    stock = KVConnectorFactory.create_connector
+    if hasattr(stock, "__wrapped__"):
+        return
+
+    @functools.wraps(stock)
+    def create_connector(config: VllmConfig, *args: object, **kwargs: object) -> object:
+        kept = _engine.set(config)
+        try:
+            return stock(config, *args, **kwargs)
+        finally:
+            _engine.reset(kept)
+
+    KVConnectorFactory.create_connector = staticmethod(create_connector)
+
+
+def config_of_engine() -> VllmConfig | None:
+    """Return the configuration of the engine whose connector is being built here; None where none is."""
+    return _engine.get()
 
 
 def check_before_start(vllm_config: VllmConfig) -> None:
@@ -171,6 +227,17 @@ def refuse_idle_tiers(extra_config: Mapping[str, Any]) -> None:  # Any: as above
     if spec == STOCK_DEFAULT_SPEC and _names_kvtier(tiers):
         remedy = 'leaves secondary_tiers without an effect: write "spec_name": "TieringOffloadingSpec"'
         raise ConfigError("spec_name", spec, remedy)
+
+
+def check_tiers(extra_config: Mapping[str, Any]) -> None:  # Any: as above
+    """Refuse tiers and policies of kvtier's that cannot work, before a model is loaded.
+
+    Raises:
+        KVTierError: one cannot.
+    """
+    from kvtier.engines.stock_settings import check_stock_settings
+
+    check_stock_settings(extra_config)
 
 
 def _names_kvtier(value: object) -> bool:

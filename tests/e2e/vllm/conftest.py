@@ -26,6 +26,7 @@ CONTROL_POOL_BLOCKS = 600
 LONGEST_FIRST = (
     "test_hard_times",
     "test_models",
+    "test_stock_door",
     "test_recurrent_drafts",
     "test_shared_parts",
     "test_sleep",

@@ -15,6 +15,7 @@ from typing import Any
 
 from tests.e2e.vllm.answers import Answer
 from tests.e2e.vllm.faulty_spec import FAULTS, CopyFaults
+from tests.e2e.vllm.settings import make_transfers
 
 from kvtier.base import ReqContext, make_offload_key
 
@@ -32,6 +33,8 @@ class EngineOptions:
     Attributes:
         model: folder of the checkpoint.
         settings: kvtier's settings; None starts vLLM without kvtier.
+        is_stock: give the settings to vLLM's own connector, with a worker that copies on CPUs; methods that look into
+            kvtier's halves do not work then.
         num_device_blocks: size of the device pool.
         max_num_seqs: requests that run at a time.
         engine_arguments: more arguments of vLLM's ``LLM``.
@@ -50,6 +53,7 @@ class EngineOptions:
     is_asynchronous: bool = False
     keeps_prefix_caching: bool = False
     has_state_kernels: bool = False
+    is_stock: bool = False
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -169,17 +173,10 @@ class EngineHost:
         if options.has_state_kernels:
             state_kernels.register()
         fork_workers()
-        self._has_kvtier = options.settings is not None
+        self._has_kvtier = options.settings is not None and not options.is_stock
+        self._has_connector = options.settings is not None
         self._counted: Mapping[str, float] = {}
-        transfer_config = None
-        if options.settings is not None:
-            transfer_config = {
-                "kv_connector": "KVTierConnector",
-                "kv_connector_module_path": "kvtier.engines.vllm",
-                "kv_role": "kv_both",
-                # An audited hit is computed, and most tests count what is loaded.
-                "kv_connector_extra_config": {"audit_ratio": 0} | options.settings,
-            }
+        transfer_config = make_transfers(options.settings, is_stock=options.is_stock)
         arguments: dict[str, Any] = {  # Any: vLLM's own
             "skip_tokenizer_init": True,
             "enforce_eager": True,
@@ -202,9 +199,10 @@ class EngineHost:
     def start_over(self) -> None:
         """Forget all blocks and counts, so that the next test finds an engine that is as good as new."""
         FAULTS.plan(CopyFaults())
-        if self._has_kvtier:
+        if self._has_connector:
             self.settle()
-            self.check()
+            if self._has_kvtier:
+                self.check()
             assert self.reset()
         else:
             assert self.forget_device()
@@ -238,6 +236,35 @@ class EngineHost:
         parameters = SamplingParams(**{"logprobs": 1, "ignore_eos": True, **sampling})
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         return self._llm.generate(requests, parameters, use_tqdm=False)
+
+    def generate_requests(
+        self,
+        requests: Sequence[Mapping[str, Any]],
+        sampling: dict[str, Any],
+        adapter: str = "",  # Any: as above
+    ) -> list[Answer]:
+        """Answer requests that say more than tokens, one after the other, with an adapter in a folder if given."""
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        parameters = SamplingParams(**{"logprobs": 1, "ignore_eos": True, **sampling})
+        more = {"lora_request": LoRARequest(adapter, 1, adapter)} if adapter else {}
+        return [
+            self._answer(output)
+            for request in requests
+            for output in self._llm.generate([dict(request)], parameters, use_tqdm=False, **more)
+        ]
+
+    def sleep_and_wake(self, level: int) -> None:
+        """Sleep, and wake up again."""
+        self._llm.sleep(level=level)
+        self._llm.wake_up()
+
+    def hit_sources(self) -> dict[str, int]:
+        """Return vLLM's own count of prompt tokens that were found, by the place that held them."""
+        name = "vllm:prompt_tokens_cached_by_source"
+        found = [metric for metric in self._llm.get_metrics() if metric.name == name]
+        return {str(metric.labels.get("source")): int(metric.value) for metric in found}
 
     def generate_in_turn(self, prompts: Sequence[Sequence[int]], sampling: dict[str, Any]) -> list[Answer]:
         """Answer one prompt after the other."""
@@ -296,6 +323,8 @@ class EngineHost:
             self._core.step_fn()
         else:
             raise AssertionError("the engine does not come to rest")
+        if not self._has_kvtier:
+            return
         manager = self._scheduler_half.manager
         if hasattr(manager, "drain"):
             assert manager.drain(60.0).has_ended

@@ -76,6 +76,10 @@ class EngineProcess:
         finally:
             self._kill()
 
+    def kill(self) -> None:
+        """Kill the engine as the kernel does when memory runs out."""
+        self._kill()
+
     def call(self, method: str, *arguments: Any) -> Any:  # Any: whatever the host's method takes and returns
         """Call a method of the engine's host.
 

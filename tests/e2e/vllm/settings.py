@@ -33,3 +33,29 @@ def settings_with(folder: Path, tier_type: str = "fs", **more: Any) -> dict[str,
         "max_in_flight_store_bytes": "128MiB",
     }
     return {"cpu_bytes_to_use": "128MiB", "secondary_tiers": [tier], **more}
+
+
+STOCK_SPEC = {"spec_name": "CPUHostTieringSpec", "spec_module_path": "tests.e2e.vllm.stock_cpu_spec"}
+"""vLLM's own offloading with a worker for CPUs."""
+
+
+def make_transfers(
+    settings: dict[str, Any] | None, *, is_stock: bool
+) -> dict[str, Any] | None:  # Any: as above
+    """Return ``kv_transfer_config`` for kvtier's connector or for vLLM's own; None without settings."""
+    if settings is None:
+        return None
+    if is_stock:
+        return {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": STOCK_SPEC | settings,
+        }
+    return {
+        "kv_connector": "KVTierConnector",
+        "kv_connector_module_path": "kvtier.engines.vllm",
+        "kv_role": "kv_both",
+        # An audited hit is computed, and most tests count what is loaded.
+        "kv_connector_extra_config": {"audit_ratio": 0} | settings,
+    }

@@ -178,9 +178,9 @@ class StockEngine:
         self.manager.on_new_request(context)
         return context
 
-    def step(self) -> None:
-        """End one step of the scheduler."""
-        self.manager.on_schedule_end(ScheduleEndContext((), ()))
+    def step(self, scheduled: Iterable[str] = ()) -> None:
+        """End one step of the scheduler, which has scheduled these requests for the first time."""
+        self.manager.on_schedule_end(ScheduleEndContext(tuple(scheduled), ()))
 
     def settle(self) -> None:
         """Run empty steps until nothing is in flight."""
@@ -244,6 +244,7 @@ class StockEngine:
             self.step()
             num_hits = self.search(numbers, context)
         self.read(numbers[:num_hits], context)
+        self.step([context.req_id])
         self.manager.on_request_finished(context)
         self.step()
         return num_hits

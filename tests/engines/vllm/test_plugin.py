@@ -1,10 +1,12 @@
 """The plug-in makes the connector's name enough, and refuses what cannot work before a model is loaded."""
 
+import ast
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from copy import copy
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,14 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
 import torch
 from tests.engines.vllm.entry_points import install_entry_points
+from tests.engines.vllm.stock_engine import HAS_DOOR, NO_DOOR, StockEngine
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
+from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from kvtier.engines import vllm_plugin
 from kvtier.engines.vllm import KVTierConnector
@@ -49,7 +55,10 @@ TINY_MLA = {
 @pytest.fixture
 def plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load the plug-in as vLLM does, and take it back afterwards."""
-    monkeypatch.setattr(KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry))
+    for factory_class in (KVConnectorFactory, SecondaryTierFactory, CachePolicyFactory):
+        others = {name: one for name, one in factory_class._registry.items() if not name.startswith("kvtier")}
+        monkeypatch.setattr(factory_class, "_registry", others)
+    monkeypatch.setattr(KVConnectorFactory, "create_connector", KVConnectorFactory.create_connector)
     monkeypatch.setattr(VllmConfig, "__post_init__", VllmConfig.__post_init__)
     vllm_plugin.register()
 
@@ -82,6 +91,59 @@ def test_the_name_alone_finds_the_connector_and_loading_twice_is_loading_once(mo
     config = make_config(model_folder, SETTINGS)
 
     assert KVConnectorFactory.get_connector_class(config.kv_transfer_config) is KVTierConnector
+
+
+@pytest.mark.usefixtures("plugin")
+def test_names_alone_find_every_tier_and_policy_in_vllms_own_factories() -> None:
+    vllm_plugin.register()
+
+    tiers = {name: SecondaryTierFactory.get_tier_class({"type": name}) for name in vllm_plugin.TIERS}
+    policies = {name: CachePolicyFactory.get_cache_policy_cls(name) for name in vllm_plugin.POLICIES}
+
+    assert {name: f"kvtier-{one.kvtier_type}" for name, one in tiers.items()} == {
+        name: name for name in tiers
+    }
+    assert {name: one.__name__ for name, one in policies.items()} == vllm_plugin.POLICIES
+
+
+@pytest.mark.usefixtures("plugin")
+@pytest.mark.skipif(not HAS_DOOR, reason=NO_DOOR)
+def test_an_engine_with_plain_names_finds_its_blocks_and_names_its_weights_itself(
+    vllm_config: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = {"type": "kvtier-fs", "root_dir": str(tmp_path), "capacity_bytes": "64MiB"}
+    built: list[StockEngine] = []
+
+    def build(config: VllmConfig) -> None:
+        """Do what vLLM's own connector does of it."""
+        built.append(StockEngine([tier], extra_config={"eviction_policy": "kvtier-hazard"}))
+
+    monkeypatch.setattr(KVConnectorFactory, "get_connector_class", lambda _: lambda config, *_: build(config))
+    monkeypatch.setattr(KVConnectorFactory, "supports_hma_config", lambda _: True, raising=False)
+    for seed, num_hits in ((0, 0), (0, 2), (1, 0)):
+        config = copy(vllm_config)
+        config.model_config = copy(vllm_config.model_config)
+        config.model_config.seed = seed  # of random weights: other ones
+        config.kv_transfer_config = KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both")
+        KVConnectorFactory.create_connector(
+            config=config, role=KVConnectorRole.SCHEDULER, kv_cache_config=None
+        )
+        with built[-1] as engine:
+            assert engine.load([1, 2]) == num_hits
+            engine.store([1, 2])
+    assert vllm_plugin.config_of_engine() is None
+
+
+def test_what_the_plug_in_calls_at_its_start_imports_nothing_of_kvtier() -> None:
+    tree = ast.parse(Path(vllm_plugin.__file__).read_text())
+    importing = {
+        owner.name if isinstance(owner, ast.FunctionDef) else "module"
+        for owner in tree.body
+        for node in ast.walk(owner)
+        if isinstance(node, ast.Import | ast.ImportFrom) and "kvtier" in ast.unparse(node)
+    }
+
+    assert importing == {"check_before_start", "check_tiers", "refuse_replaced", "refuse_idle_tiers"}
 
 
 BAD_SETTINGS: dict[str, tuple[dict[str, object], str]] = {
@@ -216,6 +278,38 @@ def test_a_spec_that_knows_no_tiers_is_refused_beside_tiers_of_kvtier(
 
     with pytest.raises(ValueError, match=r"spec_name='CPUOffloadingSpec'.*TieringOffloadingSpec"):
         make_config(model_folder, settings, connector)
+
+
+STOCK_REFUSED: dict[str, tuple[dict[str, object], str]] = {
+    "an unknown tier": ({"secondary_tiers": [{"type": "kvtier-ffs"}]}, "did you mean 'kvtier-fs'"),
+    "a wrong value": (
+        {"secondary_tiers": [{"type": "kvtier-fs", "root_dir": "relative", "capacity_bytes": "1GiB"}]},
+        "root_dir='relative'",
+    ),
+    "the same by its class": (
+        {
+            "secondary_tiers": [
+                {"type": "KVTierFS", "module_path": "kvtier.engines.vllm.tiers", "root_dir": "relative"}
+            ]
+        },
+        "root_dir='relative'",
+    ),
+    "an unknown policy": ({"eviction_policy": "kvtier-lruu"}, "did you mean 'lru'"),
+    "a size with a unit": (
+        {"cpu_bytes_to_use": "1MiB", "eviction_policy": "kvtier-lru"},
+        "a number of bytes",
+    ),
+}
+
+
+@pytest.mark.usefixtures("plugin")
+@pytest.mark.parametrize("case", STOCK_REFUSED)
+def test_tiers_behind_vllms_own_connector_are_refused_as_early(model_folder: Path, case: str) -> None:
+    settings, message = STOCK_REFUSED[case]
+    common = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 2**20}
+
+    with pytest.raises(ValueError, match=message):
+        make_config(model_folder, common | settings, "OffloadingConnector")
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM does so on CPUs")

@@ -13,6 +13,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 pytest.importorskip("vllm.v1.kv_offload.tiering.spec", reason="this vLLM has no secondary tiers")
 
 from tests.engines.vllm.stock_engine import (
+    BLOCK_BYTES,
     HAS_DOOR,
     NO_DOOR,
     AskingTier,
@@ -35,8 +36,8 @@ from kvtier.tiering.breaker import OPEN_S
 pytestmark = pytest.mark.skipif(not HAS_DOOR, reason=NO_DOOR)
 
 HERE = "tests.engines.vllm.stock_engine"
-COMMON = {"model_identity": "main@8cde5ca8", "max_in_flight_store_bytes": "1MiB"}
-"""What every tier here is told; by default an eighth of these small primaries would be one block."""
+COMMON = {"model_identity": "main@8cde5ca8"}
+"""What every tier here is told; nothing else says which weights these engines without a model run."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -140,10 +141,37 @@ def test_what_vllm_does_not_tell_is_told_apart_by_the_user(tmp_path: Path, setti
         assert engine.load([1]) == 0
 
 
-def test_a_model_without_identity_is_refused_at_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model_identity=''.*name their revision"):
+def test_a_model_without_identity_is_refused_where_the_entry_point_is_not_loaded(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"model_identity=''.*let VLLM_PLUGINS name kvtier.*name the revision"
+    ):
         StockEngine([fs(tmp_path, model_identity="")])
     assert stored_blocks(tmp_path) == []
+
+
+def test_a_request_waits_until_host_memory_has_room_instead_of_computing(tmp_path: Path) -> None:
+    with StockEngine([fs(tmp_path)]) as engine:
+        for first in (0, 10, 20):
+            engine.store(range(first, first + 6))
+            engine.push_out()
+        first, second, third = (engine.new_request() for _ in range(3))
+        runs = {first.req_id: range(6), second.req_id: range(10, 16), third.req_id: range(20, 26)}
+        found: list[tuple[str, int]] = []
+        waiting = [first, second, third]
+        end_s = time.monotonic() + HANG_GUARD_S
+        while waiting:
+            assert time.monotonic() < end_s, "a request waits forever"
+            loaded = []
+            for context in list(waiting):
+                num_hits = engine.search(runs[context.req_id], context)
+                if num_hits is not None:
+                    found.append((context.req_id, num_hits))
+                    waiting.remove(context)
+                    engine.read(runs[context.req_id][:num_hits], context)
+                    loaded.append(context.req_id)
+            engine.step(loaded)
+        assert found == [(first.req_id, 6), (second.req_id, 6), (third.req_id, 6)]
+        assert not engine.pins()
 
 
 def test_unknown_arguments_are_ignored_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -200,8 +228,22 @@ def test_a_reset_stops_rather_than_give_away_rows_of_a_lost_job() -> None:
             engine.manager.reset_cache()
 
 
-def test_a_store_that_holds_too_much_of_the_primary_is_declined() -> None:
-    with StockEngine([own("KVTierFaulty", max_in_flight_store_bytes=None)], num_blocks=32) as engine:
+def test_stores_may_hold_all_of_the_primary_because_a_block_is_offered_once() -> None:
+    with StockEngine([own("KVTierFaulty")], num_blocks=32) as engine:
+        engine.faulty.faults.delay_ratio = 1.0
+        assert engine.store(range(32))
+        assert not engine.store([100])
+        engine.faulty.faults.delay_ratio = 0.0
+        engine.settle()
+        assert engine.adapter._guard.stats()["declined_cascades"] == 0
+        engine.push_out(32)
+        assert engine.load(range(32)) == 32
+
+
+def test_a_store_that_holds_more_of_the_primary_than_it_may_is_declined() -> None:
+    with StockEngine(
+        [own("KVTierFaulty", max_in_flight_store_bytes=4 * BLOCK_BYTES)], num_blocks=32
+    ) as engine:
         engine.faulty.faults.delay_ratio = 1.0
         engine.store([1, 2])
         engine.store([3, 4, 5, 6])

@@ -2,16 +2,19 @@
 
 A tier does not get a VllmConfig but a digest of it, which leaves out the identity of the weights and every flag that
 changes what they compute (quantisation, overrides, adapters merged at start). Blocks of two such engines could not be
-distinguished, so the user must name them, and a start without ``model_identity`` is refused. The rest is part of the
-namespace too: every byte of a checkpoint on the local disk, so that other weights under the same path have other
-blocks, and the same weights under another path have the same. vLLM's hash of an image contains the path, so prompts
-with images are not found from another folder.
+distinguished. So kvtier's entry point keeps the VllmConfig while vLLM builds the connector, and the identity is that of
+kvtier's own connector. Where the entry point is not loaded, or the weights have no identity, the user names both with
+``model_identity``, and a start without either is refused. The rest is part of the namespace too: every byte of a
+checkpoint on the local disk, so that other weights under the same path have other blocks, and the same weights under
+another path have the same. vLLM's hash of an image contains the path, so prompts with images are not found from another
+folder.
 """
 
 import hashlib
 import os
 from pathlib import Path
 
+from vllm.config import VllmConfig
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload import base as stock_base
 from vllm.v1.kv_offload.config import OffloadingConfig as StockConfig
@@ -20,6 +23,7 @@ from kvtier.base import make_offload_key
 from kvtier.config import KVGroup, ModelIdentity, OffloadingConfig
 from kvtier.engines.checkpoint import fingerprint_checkpoint
 from kvtier.engines.vllm.compat import release
+from kvtier.engines.vllm.identity import make_model_identity
 from kvtier.engines.vllm.named_fields import without_credentials
 from kvtier.errors import ConfigError
 from kvtier.namespace import RANDOM_SEED
@@ -32,13 +36,20 @@ MIN_CRYPTOGRAPHIC_HASH_BYTES = 32
 
 
 def make_stock_config(
-    stock: StockConfig, *, model_identity: str, tenant_salt: str = "", encryption: object = None
+    stock: StockConfig,
+    *,
+    vllm_config: VllmConfig | None = None,
+    model_identity: str = "",
+    tenant_salt: str = "",
+    encryption: object = None,
 ) -> OffloadingConfig:
     """Describe the engine to kvtier. Reads every file of a local checkpoint.
 
     Args:
         stock: the engine's configuration as vLLM's connector gives it.
-        model_identity: the user's name of the weights and of the flags that change what they compute.
+        vllm_config: the engine's whole configuration; None where kvtier's entry point is not loaded.
+        model_identity: the user's name of the weights and of the flags that change what they compute; empty: they are
+            named as in kvtier's own connector.
         tenant_salt: separates tenants that must not share blocks.
         encryption: the setting of that name, for the one tier.
 
@@ -46,19 +57,13 @@ def make_stock_config(
         ConfigError: a value on which the bytes depend is unknown.
         FingerprintError: a file of the checkpoint cannot be read.
     """
-    if not model_identity:
-        remedy = (
-            "vLLM's stock connector does not give a tier the identity of its weights: name their revision and every "
-            'flag that changes what they compute, such as "main@8cde5ca8, fp8" (KVTierConnector finds both itself)'
-        )
-        raise ConfigError("model_identity", model_identity, remedy)
     if stock.worker_kv_bytes_per_block < 1:
         remedy = "vLLM has no KV cache, so a block has no size: give the engine device memory"
         raise ConfigError("worker_kv_bytes_per_block", stock.worker_kv_bytes_per_block, remedy)
     parallel = stock.parallel
     return OffloadingConfig(
         engine_id=str(stock.engine_id),
-        model=_identify(str(stock.model.name), str(stock.model.dtype), model_identity),
+        model=_identify(stock, vllm_config, model_identity),
         groups=_make_groups(stock),
         hash_block_size=stock.cache.tokens_per_hash,
         hash_algorithm="",  # unknown; blocks with another hash have other keys
@@ -94,7 +99,25 @@ def is_reproducible(key: bytes) -> bool:
     return hash_bytes >= MIN_CRYPTOGRAPHIC_HASH_BYTES or "PYTHONHASHSEED" in os.environ
 
 
-def _identify(name: str, dtype: str, model_identity: str) -> ModelIdentity:
+def _identify(stock: StockConfig, vllm_config: VllmConfig | None, model_identity: str) -> ModelIdentity:
+    """Return the identity that is found, or the one that the user has given.
+
+    Raises:
+        ConfigError: there is neither, or what is found is ambiguous.
+    """
+    if model_identity:
+        return _named_by_user(str(stock.model.name), str(stock.model.dtype), model_identity)
+    if vllm_config is not None:
+        return make_model_identity(vllm_config, outlives_engine=True)
+    remedy = (
+        "vLLM's stock connector does not give a tier the identity of its weights. It is found where kvtier's entry "
+        "point is loaded: let VLLM_PLUGINS name kvtier, or leave it unset. Otherwise name the revision of the weights "
+        'and every flag that changes what they compute, such as "main@8cde5ca8, fp8"'
+    )
+    raise ConfigError("model_identity", model_identity, remedy)
+
+
+def _named_by_user(name: str, dtype: str, model_identity: str) -> ModelIdentity:
     place = Path(name)
     settings = place / "config.json"
     weights = fingerprint_checkpoint(place, name).text if place.exists() else ""

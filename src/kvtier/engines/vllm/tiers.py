@@ -1,10 +1,13 @@
-"""kvtier's secondary tiers for vLLM's stock ``TieringOffloadingSpec``: one class per tier, found by ``module_path``.
+"""kvtier's secondary tiers for vLLM's stock ``TieringOffloadingSpec``: one class per tier.
+
+The entry point registers them by plain names, such as ``kvtier-fs`` (``vllm_plugin``); without it vLLM finds a class by
+``module_path``.
 
 The classes translate between vLLM's contract and ``kvtier.tiering.base``. A ``GuardedTier`` is always between the two,
 because vLLM's manager trusts its tiers: an exception or a job that is reported twice ends the engine, a block that
 fails to load is requested again in every step, and blocks that a slow tier has not written stay pinned. The guard
 bounds all of these. vLLM's own backpressure, which drops stores by their latency, is passed on to vLLM and works beside
-the guard.
+the guard. A ``RoomQueue`` keeps requests waiting while host memory has no slot for their blocks.
 
 Source: the contract is that of ``vllm/v1/kv_offload/tiering/base.py``, vLLM 0.29 to 0.33.
 """
@@ -42,6 +45,8 @@ from kvtier.config import DEFAULT_LOOKUP_DEADLINE_S, OffloadingConfig, SettingsR
 from kvtier.engines.vllm.metrics import GrowthMeter, KVTierStats, StatsClock
 from kvtier.engines.vllm.stock_config import is_reproducible, make_stock_config, require_same_keys
 from kvtier.engines.vllm.stock_jobs import StockJobs, kvtier_context
+from kvtier.engines.vllm.stock_room import RoomQueue
+from kvtier.engines.vllm_plugin import config_of_engine
 from kvtier.errors import ConfigError, TierError
 from kvtier.histogram import HistogramSnapshot
 from kvtier.observe.family import Family, Kind, SampleFinder
@@ -59,6 +64,15 @@ STOCK_FAMILIES = tuple(family for family in TIER_FAMILIES if not family.vllm_nam
 MANAGER_SETTINGS = frozenset({"admission", "cascade", "store_threshold", "fill"})
 """Settings that only kvtier's own manager supports."""
 
+DEFAULT_ROOM_WAIT_S = 2.0
+"""Seconds that a request waits for slots of host memory. Zero computes at once what has none; more lets requests that
+need no waiting pass for longer while another fills host memory."""
+
+BUDGET = "max_in_flight_store_bytes"
+
+ROOMS: weakref.WeakKeyDictionary[StockSpec, RoomQueue] = weakref.WeakKeyDictionary()
+"""The queue of each engine of this process: its tiers share host memory."""
+
 ANSWERS = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}
 
 
@@ -69,10 +83,13 @@ class KVTierSecondaryTier(StockTier):
         offloading_spec: vLLM's description of the engine.
         primary_kv_view: the primary's rows, shape (num_blocks, row_stride), format 'b'.
         tier_type: the class name in the configuration.
-        model_identity: name of the weights and of the flags that change what they compute; vLLM gives a tier neither.
+        model_identity: name of the weights and of the flags that change what they compute. Empty: found as for kvtier's
+            own connector, which needs kvtier's entry point.
         tenant_salt: separates tenants that must not share blocks.
         encryption: how the tier encrypts, as the engine's setting of that name.
         lookup_deadline_s: seconds for which a request may wait for its lookups.
+        room_wait_s: seconds for which a request may wait for slots of host memory; 0: it computes what has none. Of
+            several tiers the first one's counts.
         locality: "LOCAL" or "REMOTE"; requests can choose by it in vLLM.
         clock: seconds, monotonic.
         settings: the settings of kvtier's tier, and other arguments of vLLM. Unknown ones are ignored with a warning
@@ -95,6 +112,7 @@ class KVTierSecondaryTier(StockTier):
         tenant_salt: str = "",
         encryption: object = None,
         lookup_deadline_s: float = DEFAULT_LOOKUP_DEADLINE_S,
+        room_wait_s: float = DEFAULT_ROOM_WAIT_S,
         locality: str | None = None,
         clock: Callable[[], float] = time.monotonic,
         **settings: object,
@@ -102,21 +120,28 @@ class KVTierSecondaryTier(StockTier):
         # From 0.31 on vLLM passes its backpressure detector, which the base class keeps.
         for_base = {name: settings.pop(name) for name in base_arguments() & set(settings)}
         super().__init__(offloading_spec, primary_kv_view, tier_type, **for_base)
-        read = SettingsReader({"lookup_deadline_s": lookup_deadline_s, "locality": locality})
+        read = SettingsReader(
+            {"lookup_deadline_s": lookup_deadline_s, "room_wait_s": room_wait_s, "locality": locality}
+        )
         self.locality = None if locality is None else read.choice("locality", Locality.LOCAL)
         deadline_s = read.seconds("lookup_deadline_s", DEFAULT_LOOKUP_DEADLINE_S)
+        wait_s = read.seconds("room_wait_s", DEFAULT_ROOM_WAIT_S)
         require_same_keys()
         config = make_stock_config(
             offloading_spec.config,
+            vllm_config=config_of_engine(),
             model_identity=model_identity,
             tenant_salt=tenant_salt,
             encryption=encryption,
         )
+        # vLLM offers a block once: what a smaller budget declines would never be stored.
+        settings[BUDGET] = settings.get(BUDGET) or primary_kv_view.nbytes
         tier = self.build_tier(settings, primary_kv_view, config)
         row_bytes = primary_kv_view.nbytes // len(primary_kv_view)
         self._guard = GuardedTier(tier, primary_kv_view.nbytes, row_bytes, clock)
         self._jobs = StockJobs(self._guard, clock)
         self._deadlines = Deadlines(deadline_s, clock)
+        self._room = ROOMS.setdefault(offloading_spec, RoomQueue(len(primary_kv_view), wait_s, clock))
         self._stats_clock = StatsClock(clock)
         self._growth = GrowthMeter(STOCK_FAMILIES)
         self._clock = clock
@@ -147,7 +172,7 @@ class KVTierSecondaryTier(StockTier):
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: StockReqContext) -> LookupResult:
-        """Return whether the block is held, or RETRY while its lookup is pending, up to the request's deadline."""
+        """Return whether the block is held, or RETRY while its lookup is pending or it has no slot, up to deadlines."""
         if not self._accepts(key):
             return LookupResult.MISS
         context = kvtier_context(req_context)
@@ -156,6 +181,10 @@ class KVTierSecondaryTier(StockTier):
             answer = False
             if self._deadlines.is_first_time(context):
                 self._guard.record_overdue((key,), is_loading=True)
+        if answer:
+            answer = self._room.answer(key, req_context.req_id)
+        elif answer is None:
+            self._room.note_search(req_context.req_id)
         return ANSWERS[answer]
 
     def submit_store(self, job_metadata: TransferJob) -> None:
@@ -180,10 +209,13 @@ class KVTierSecondaryTier(StockTier):
         """Forget the request; its jobs go on."""
         context = kvtier_context(req_context)
         self._deadlines.end(context)
+        self._room.leave(req_context.req_id)
         self._guard.request_finished(context)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Start this step's lookups as one batch."""
+        """Let requests in whose blocks have room by now, and start this step's lookups as one batch."""
+        num_storing = self._guard.in_flight_store_bytes // self._guard.row_bytes
+        self._room.end_step(context.new_req_ids, id(self), num_storing)
         self._guard.end_step()
         # vLLM repeats a lookup in each step, so answers need no notification.
         self._guard.drain_answered(lambda _: False)
@@ -199,6 +231,7 @@ class KVTierSecondaryTier(StockTier):
             TierError: the tier has no work left and has not reported every job.
         """
         self._jobs.drain()
+        self._room.clear()
         self._guard.reset(os.urandom(EPOCH_BYTES))
 
     def shutdown(self) -> None:
@@ -255,10 +288,29 @@ class KVTierSecondaryTier(StockTier):
 
 
 class KVTierFS(KVTierSecondaryTier):
-    """kvtier's tier ``fs``: one file per block in a directory that several engines may share."""
+    """kvtier's tier ``fs``: packs of blocks in a directory that several engines may share."""
 
     kvtier_type = "fs"
     medium: ClassVar[Medium | None] = Medium.STORAGE
+
+
+class KVTierObj(KVTierSecondaryTier):
+    """kvtier's tier ``obj``: a bucket of an object store, or a shared file system."""
+
+    kvtier_type = "obj"
+    medium: ClassVar[Medium | None] = Medium.STORAGE
+
+
+class KVTierValkey(KVTierSecondaryTier):
+    """kvtier's tier ``valkey``: a Valkey or Redis server or cluster."""
+
+    kvtier_type = "valkey"
+
+
+class KVTierMooncake(KVTierSecondaryTier):
+    """kvtier's tier ``mooncake``: a Mooncake store."""
+
+    kvtier_type = "mooncake"
 
 
 class Deadlines:

@@ -156,6 +156,11 @@ class HazardCachePolicy(CachePolicy, ReuseForecast):
     def reuse_probabilities(self, keys: Collection[OffloadKey], horizon_s: float) -> list[float | None]:
         return self._shadow.reuse_probabilities(keys, horizon_s)
 
+    def known_prefix(self, key: OffloadKey) -> list[OffloadKey]:
+        """Return the known blocks before ``key`` in its prefix, head first; none when it is unknown. Pure."""
+        node = self._shadow.tree.nodes.get(key)
+        return [] if node is None else _prefix_of(node)[:-1]
+
     def check(self, held: Mapping[OffloadKey, BlockStatus]) -> None:
         check_same_blocks(self._recent.blocks, held)
         nodes = self._shadow.tree.nodes
