@@ -95,6 +95,7 @@ class ConversationStore:
         form, names, limit = self.form, TokenNames(tokens, self.form.block_tokens), len(tokens) - 1
         size = form.block_tokens
         if form.layout.attention is None:
+            self.store.count_held(names, [])
             num_blocks, upper, lower = limit // size, limit, limit - MAX_STATE_ENDS
         else:
             blocks = [Record(RecordKind.ROWS, end) for end in range(size, limit + 1, size)]

@@ -13,9 +13,10 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from kvtier.base import OffloadKey, ReqContext, make_offload_key
+from kvtier.base import LoadStoreSpec, OffloadKey, ReqContext, make_offload_key
 from kvtier.config import HostSize, OffloadingConfig
 from kvtier.cpu.auto_size import find_auto_size
+from kvtier.cpu.common import CPULoadStoreSpec
 from kvtier.cpu.manager import CPUPrimaryTierOffloadingManager
 from kvtier.engines.llamacpp.blocks import BlockFormat, Record, RecordKind, TokenNames
 from kvtier.errors import BlockNotReadyError, ConfigError, MissingExtraError, PlaceError, TierError
@@ -147,9 +148,13 @@ class RecordStore:
         self.manager = TieringOffloadingManager(primary, tiers, lookup_deadline_s=settings.lookup_deadline_s)
 
     def count_held(self, names: TokenNames, records: Sequence[Record]) -> int:
-        """Return how many leading records are held somewhere, by their last pieces."""
+        """Return how many leading records of a prompt are held somewhere, by their last pieces.
+
+        Call this once for a prompt, before other searches: it announces the request to the tiers.
+        """
         context = ReqContext(SEARCH)
         keys = [self._last_key(names, record) for record in records]
+        self.manager.note_request([keys], context)
         located = self._wait(lambda: self.manager.locator.locate(keys, context))
         self.manager.request_finished(context)
         return 0 if located is None else len(located.places)
@@ -202,14 +207,14 @@ class RecordStore:
             missing = _first_beyond(share, run or 0)
             if missing is None:
                 try:
-                    rows = self.manager.prepare_load(keys, context).block_ids  # type: ignore[attr-defined]
+                    rows = _slots_of(self.manager.prepare_load(keys, context))
                 except BlockNotReadyError:
                     missing = share[0][0]
             if missing is not None:
                 self.manager.request_finished(context)
                 return Loaded(payloads, missing, tiers)
             self.manager.touch(keys, context)
-            left = iter(rows.tolist())
+            left = iter(rows)
             for record, pieces in share:
                 payloads[record] = b"".join(
                     self._rows[row, : piece.stop - piece.start].tobytes()
@@ -280,7 +285,7 @@ class RecordStore:
             return 0
         payload = np.frombuffer(pack(), np.int8)
         by_key = {piece.key: piece for piece in pieces}
-        for key, row in zip(output.keys_to_store, output.store_spec.block_ids, strict=True):
+        for key, row in zip(output.keys_to_store, _slots_of(output.store_spec), strict=True):
             piece = by_key[key]
             num_bytes = piece.stop - piece.start
             self._rows[row, :num_bytes] = payload[piece.start : piece.stop]
@@ -362,6 +367,12 @@ def count_rows(config: OffloadingConfig, form: BlockFormat) -> int:
         remedy = f"is too small: a block has {largest_bytes} bytes, so give at least {least_bytes}"
         raise ConfigError("cpu_bytes_to_use", num_bytes, remedy)
     return num_bytes // row_bytes
+
+
+def _slots_of(spec: LoadStoreSpec) -> list[int]:
+    assert isinstance(spec, CPULoadStoreSpec), "the primary tier is host memory"
+    slots: list[int] = spec.block_ids.tolist()
+    return slots
 
 
 def _first_beyond(share: Sequence[tuple[Record, Sequence[Piece]]], num_pieces: int) -> Record | None:
