@@ -31,8 +31,6 @@ from kvtier.engines.llamacpp.slot_file import (
     unpack_rows,
 )
 
-NAME_BYTES = 32
-
 
 class RecordKind(Enum):
     """What a record holds; the value is the index of its KV group."""
@@ -104,6 +102,11 @@ class BlockFormat:
     def state_bytes(self) -> int:
         """Bytes of a recurrent state; 0 where the model has none."""
         return sum(num_bytes for _, num_bytes in self.layout.recurrent[1:])
+
+    @property
+    def is_cuttable(self) -> bool:
+        """Whether a prefix may end at any token."""
+        return self.layout.window is None and not self.layout.recurrent
 
     def has_end_record(self, num_tokens: int) -> bool:
         """Return whether a prefix of so many tokens needs a record of its end."""
@@ -260,4 +263,4 @@ def _pack_end(form: BlockFormat, attention: Rows | None, state: State) -> bytes:
 
 
 def _digest(*parts: bytes) -> bytes:
-    return hashlib.blake2b(b"".join(parts), digest_size=NAME_BYTES).digest()
+    return hashlib.sha256(b"".join(parts)).digest()

@@ -13,7 +13,7 @@ from kvtier.engines.llamacpp.blocks import (
     cut_slot,
 )
 from kvtier.engines.llamacpp.record_store import RecordStore
-from kvtier.engines.llamacpp.slot_file import SlotFile, State, write_slot_file
+from kvtier.engines.llamacpp.slot_file import SlotFile, write_slot_file
 from kvtier.errors import SlotFormatError
 from kvtier.misses import Miss
 
@@ -105,8 +105,7 @@ class ConversationStore:
             )
             num_blocks = min(num_blocks, (first_gone - 1) // size)
             upper = min(limit, (num_blocks + 1) * size - 1)
-            is_cuttable = form.layout.window is None and not form.state_bytes
-            lower = (num_blocks if is_cuttable else num_blocks - MAX_BLOCKS_BACK) * size
+            lower = (num_blocks if form.is_cuttable else num_blocks - MAX_BLOCKS_BACK) * size
         ends = range(upper, max(0, lower - 1), -1)
         wanted = [Record(RecordKind.END, end) for end in ends if form.has_end_record(end)]
         held = self.store.find_held(names, wanted) - set(gone)
@@ -207,9 +206,3 @@ def check_slot(form: BlockFormat, slot: SlotFile) -> None:
                 f"{len(state.window)} rows of a window at {state.num_tokens} tokens, where the model's has "
                 f"{form.window_tokens}"
             )
-
-
-def state_of(slot: SlotFile, num_tokens: int) -> State | None:
-    """Return the state after so many tokens, where the slot file has it. Pure."""
-    states = (*slot.checkpoints, slot.state)
-    return next((state for state in states if state.num_tokens == num_tokens), None)

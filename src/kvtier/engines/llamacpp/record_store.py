@@ -385,8 +385,4 @@ def _first_beyond(share: Sequence[tuple[Record, Sequence[Piece]]], num_pieces: i
 
 
 def _name_piece(name: bytes, number: int) -> bytes:
-    return (
-        hashlib.blake2b(name, digest_size=len(name), salt=number.to_bytes(8, "little")).digest()
-        if number
-        else name
-    )
+    return hashlib.sha256(name + number.to_bytes(4, "little")).digest() if number else name

@@ -176,7 +176,7 @@ class SlotFile:
     checkpoints: tuple[State, ...] = ()
 
 
-def read_slot_file(data: bytes | memoryview, layout: SlotLayout | None = None) -> SlotFile:
+def read_slot_file(data: bytes | bytearray | memoryview, layout: SlotLayout | None = None) -> SlotFile:
     """Parse a slot file.
 
     Args:
