@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from http.client import HTTPConnection
 from pathlib import Path
@@ -40,7 +40,7 @@ class Client:
     def __init__(self, port: int) -> None:
         self.port = port
 
-    def call(self, path: str, body: object = None, status: int = 200) -> Any:
+    def call(self, path: str, body: object = None, status: int = 200) -> Any:  # noqa: ANN401 - JSON
         answer, found = self.raw(path, body)
         assert found == status, answer[:500]
         return json.loads(answer)
@@ -112,7 +112,7 @@ class RunningFront(Client):
         """Wait until the front has looked at its server."""
         self.wait_for(lambda: self.log.count("kvtier keeps ") >= times)
 
-    def wait_for(self, is_true: Any) -> None:
+    def wait_for(self, is_true: Callable[[], bool]) -> None:
         """Wait for something that will happen."""
         end_s = time.monotonic() + START_S
         while not is_true():

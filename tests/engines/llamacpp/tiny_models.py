@@ -50,7 +50,7 @@ class GgufWriter:
             data = (self._random.standard_normal(shape) * scale / np.sqrt(shape[-1])).astype(np.float32)
         self._tensors.append((name, data))
 
-    def add_data(self, name: str, data: npt.NDArray[np.float32]) -> None:
+    def add_data(self, name: str, data: npt.NDArray[np.floating]) -> None:
         self._tensors.append((name, data.astype(np.float32)))
 
     def write(self, path: Path) -> Path:
