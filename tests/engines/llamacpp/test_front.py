@@ -8,6 +8,11 @@ from tests.engines.llamacpp import tiny_models
 from tests.engines.llamacpp.running import RunningFront, require_llama_server
 from tests.engines.llamacpp.slots import make_tokens
 
+from kvtier.cli.main import main
+from kvtier.misses import RequestRecord
+from kvtier.observe.control_client import EngineConnection, find_instances
+from kvtier.observe.why import explain_records
+
 require_llama_server()
 
 WRITERS = {
@@ -50,8 +55,12 @@ def check_restart(folder: Path, model: Path, *arguments: str) -> None:
     assert found.difference(own) < 0.01
 
 
-def test_a_conversation_goes_on_after_a_restart(tmp_path: Path, llama: Path) -> None:
+def test_a_conversation_goes_on_after_a_restart(
+    tmp_path: Path, llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     check_restart(tmp_path, llama)
+    assert main(["inspect", str(tmp_path / "store"), "--json"]) == 0
+    assert "llama.gguf" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -119,6 +128,20 @@ def test_a_chat_by_text_finds_its_beginning_again(front: RunningFront) -> None:
     messages[1]["content"] = "Two?"
     timings = front.call("/v1/chat/completions", body)["timings"]
     assert timings["cache_n"] >= 300
+
+
+def test_operators_see_the_front_as_an_engine(front: RunningFront) -> None:
+    front.complete(make_tokens(150, seed=41))
+    (instance,) = (one for one in find_instances() if one.description["pid"] == front.process.pid)
+    assert instance.description["engine"] == "llamacpp"
+    with EngineConnection(instance.path) as connection:
+        numbers = connection.ask("stats")["stats"]
+        sent = connection.ask("recent", n=50)["records"]
+        assert connection.ask("drain", 30.0)["ok"]
+    records = [RequestRecord.from_json(values) for values in sent]
+    assert numbers["connector.recorded_requests"] >= len(records) > 0
+    assert records[-1].num_prompt_tokens == 150
+    assert explain_records(records).num_requests == len(records)
 
 
 def test_a_request_with_an_adapter_leaves_nothing_behind(front: RunningFront) -> None:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvtier.engines.llamacpp.front import add_slot, is_single, read_fields
+from kvtier.engines.llamacpp.passing import add_slot, is_single, read_fields
 from kvtier.engines.llamacpp.request_log import RequestLog, make_record
 from kvtier.engines.llamacpp.server import PromptTexts, ServerSlot
 from kvtier.engines.llamacpp.slots import FrontSlot, SlotTable, choose_slot, common_prefix

@@ -14,7 +14,6 @@ never an answer. Whatever fails costs the hit: the request goes on without.
 
 import asyncio
 import fcntl
-import json
 import logging
 import os
 import time
@@ -24,16 +23,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-import aiohttp
 from aiohttp import web
 
 from kvtier.engines.llamacpp.blocks import BlockFormat
 from kvtier.engines.llamacpp.command_line import ServerCommand
 from kvtier.engines.llamacpp.conversations import NOTHING_RESTORED, ConversationStore, Restored
 from kvtier.engines.llamacpp.identity import ServerIdentity, is_unchanged, read_adapters, read_identity
+from kvtier.engines.llamacpp.passing import BrokenAnswerError, add_slot, is_single, pass_on, read_fields
 from kvtier.engines.llamacpp.record_store import RecordStore
 from kvtier.engines.llamacpp.request_log import ControlledFront, RequestLog, make_record
-from kvtier.engines.llamacpp.self_test import examine_server, restore_slot, save_slot
+from kvtier.engines.llamacpp.self_test import Examined, examine_server, restore_slot, save_slot
 from kvtier.engines.llamacpp.server import CHAT_PATHS, COMPLETION_PATHS, LlamaServer
 from kvtier.engines.llamacpp.settings import LlamaSettings
 from kvtier.engines.llamacpp.slots import MIN_GAIN_TOKENS, FrontSlot, SlotTable, common_prefix
@@ -43,24 +42,6 @@ from kvtier.observe.control import EngineControl, open_control
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-HOP_HEADERS = frozenset(
-    (
-        "connection",
-        "keep-alive",
-        "proxy-connection",
-        "transfer-encoding",
-        "te",
-        "trailer",
-        "upgrade",
-        "host",
-        "expect",
-    )
-)
-"""Headers that are about one connection."""
-
-REQUEST_HEADERS = HOP_HEADERS | {"content-length", "content-encoding"}
-"""Headers that are made anew for the request that is passed on, whose body may have a slot's number more."""
 
 COMPUTING_PATHS = frozenset(
     ("/v1/messages", "/v1/responses", "/infill", "/embedding", "/embeddings", "/v1/embeddings", "/rerank", "/reranking",
@@ -76,6 +57,9 @@ STEP_S = 0.25
 
 PROBE_S = 0.5
 """Seconds between two looks whether a server has started."""
+
+MAX_TESTS = 3
+"""Tries of the self-test."""
 
 
 class Front:
@@ -118,6 +102,8 @@ class Front:
         self._saves_each = settings.saves_each
         self._has_other_adapters = False
         self._started = asyncio.Event()
+        self._started.set()
+        self._should_retry = False
         self._starting: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvtier-llama-store")
         self._control: EngineControl | None = None
@@ -133,6 +119,8 @@ class Front:
         self.begin_start()
         while True:
             await asyncio.sleep(STEP_S)
+            if self._should_retry:
+                self.begin_start()
             try:
                 if self.conversations is not None:
                     await self._in_store(self._step)
@@ -142,10 +130,10 @@ class Front:
                 self._warn("idle conversations are not saved", error)
 
     def begin_start(self) -> None:
-        """Find out, now or again, what the server has loaded and whether it can be kept; completions wait for it."""
+        """Find out, now or again, what the server has loaded and whether it can be kept."""
         self._is_keeping = False
+        self._should_retry = False
         self._table.forget_all()
-        self._started.clear()
         if self._starting is None or self._starting.done():
             self._starting = asyncio.create_task(self._start())
 
@@ -166,16 +154,19 @@ class Front:
             os.close(self._lock_file)
 
     async def _start(self) -> None:
+        while not await self._server.is_ready():
+            await asyncio.sleep(PROBE_S)
+        self.was_ready = True
+        # Only now: while a model is loading, the server's own answers say so.
+        self._started.clear()
         try:
-            while not await self._server.is_ready():
-                await asyncio.sleep(PROBE_S)
-            self.was_ready = True
             if self._refusals:
                 raise LlamaServerError("; ".join(self._refusals))
             self._lock_folder()
             await self._examine()
         except (KVTierError, OSError) as error:
             logger.warning("kvtier keeps nothing and passes every request on: %s", error)
+            self._should_retry = not await self._server.is_ready()
         finally:
             self._started.set()
 
@@ -229,6 +220,16 @@ class Front:
             examined.difference,
             held,
         )
+
+    async def _test_server(self, identity: ServerIdentity) -> Examined:
+        """Run the self-test; a request that was under way when it began may spoil it, so it has several tries."""
+        for _ in range(MAX_TESTS - 1):
+            with suppress(LlamaServerError, SlotFormatError):
+                return await examine_server(
+                    self._server, self._folder, identity.window_tokens, identity.num_slots
+                )
+            await asyncio.sleep(PROBE_S)
+        return await examine_server(self._server, self._folder, identity.window_tokens, identity.num_slots)
 
     async def _open_store(self, identity: ServerIdentity, form: BlockFormat) -> None:
         config = identity.make_config(form, self._extra_config)
@@ -401,7 +402,8 @@ class Front:
     async def _restore(self, slot: FrontSlot, tokens: Sequence[int], held: int) -> Restored:
         conversations = self.conversations
         least = held + MIN_GAIN_TOKENS
-        if conversations is None or len(tokens) <= least:
+        identity = self._identity
+        if conversations is None or identity is None or not least < len(tokens) < identity.num_slot_tokens:
             return NOTHING_RESTORED
         restored = await self._in_store(lambda: conversations.restore(tokens, least))
         if not restored.num_tokens:
@@ -437,61 +439,14 @@ class Front:
             self._warn("a slot is not known after a request", error)
 
     async def _forward(self, request: web.Request, body: bytes) -> web.StreamResponse:
-        """Pass a request on, and its answer back as it comes."""
-        headers = [
-            (name, value) for name, value in request.headers.items() if name.lower() not in REQUEST_HEADERS
-        ]
-        url = self._server.url + request.raw_path
-        response: web.StreamResponse | None = None
         try:
-            async with self._server.session.request(
-                request.method,
-                url,
-                data=body or None,
-                headers=headers,
-                auto_decompress=False,
-                allow_redirects=False,
-            ) as upstream:
-                response = web.StreamResponse(status=upstream.status, reason=upstream.reason)
-                for name, value in upstream.headers.items():
-                    if name.lower() not in HOP_HEADERS:
-                        response.headers.add(name, value)
-                await response.prepare(request)
-                async for chunk in upstream.content.iter_any():
-                    await response.write(chunk)
-                await response.write_eof()
-                return response
-        except (aiohttp.ClientError, TimeoutError) as error:
-            self._table.forget_all()
-            self._warn("llama-server does not answer", error)
-            if response is not None and response.prepared:
-                # The client must see that its answer is not whole.
-                if request.transport is not None:
-                    request.transport.abort()
-                return response
-            message = {"code": 502, "message": "llama-server does not answer", "type": "server_error"}
+            return await pass_on(self._server, request, body)
+        except LlamaServerError as error:
+            self._warn("a request was not answered", error)
+            self.begin_start()
+            message = {"code": 502, "message": str(error), "type": "server_error"}
             return web.json_response({"error": message}, status=502)
-
-
-def read_fields(body: bytes) -> dict[str, Any] | None:
-    """Return the fields of a request; None where it has none. Pure."""
-    try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError):
-        return None
-    return fields if isinstance(fields, dict) else None
-
-
-def is_single(fields: Mapping[str, Any]) -> bool:
-    """Return whether a request is one completion in a slot of the server's choice. Pure."""
-    counts = (fields.get("n", 1), fields.get("n_cmpl", 1))
-    return all(count in (1, None) for count in counts) and fields.get("id_slot", -1) in (-1, None)
-
-
-def add_slot(body: bytes, fields: Mapping[str, Any], number: int) -> bytes:
-    """Return the body of a request with the number of its slot; the rest stays as the client wrote it. Pure."""
-    if "id_slot" in fields:
-        return json.dumps({**fields, "id_slot": number}).encode()
-    begin = body.index(b"{") + 1
-    comma = b"," if fields else b""
-    return body[:begin] + b'"id_slot":%d' % number + comma + body[begin:]
+        except BrokenAnswerError as error:
+            self._warn("an answer was not finished", error)
+            self.begin_start()
+            raise

@@ -60,6 +60,11 @@ class ServerIdentity:
         """Slots of the server."""
         return self.props[2]
 
+    @property
+    def num_slot_tokens(self) -> int:
+        """Tokens of a slot."""
+        return self.props[3]
+
     def make_config(self, form: BlockFormat, extra_config: Mapping[str, Any]) -> OffloadingConfig:
         """Return the configuration under which the conversations are kept.
 
