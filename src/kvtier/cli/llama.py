@@ -53,6 +53,9 @@ def llama(
         Path | None,
         typer.Option(help="JSON file with kvtier's settings, in place of --dir, --capacity and --memory."),
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Write the log as JSON, one object a line.")
+    ] = False,
 ) -> None:
     """Keep the conversations of a llama-server: chats share what they begin with, over restarts and model swaps.
 
@@ -65,7 +68,7 @@ def llama(
             "give a server to start, kvtier llama -- llama-server -m MODEL, or --attach URL of one that runs"
         )
         raise ConfigError("COMMAND", " ".join(command or ()), remedy, max_value_chars=80)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    begin_log(as_json=as_json)
     settings, extra_config = read_config(config, folder, capacity, memory)
     if attach:
         address = parse_address(listen or DEFAULT_ATTACH_LISTEN)
@@ -74,6 +77,23 @@ def llama(
         address_or_none = None if listen is None else parse_address(listen)
         plan = plan_start(command or (), address_or_none, slots, settings, extra_config)
     asyncio.run(serve(plan))
+
+
+class JsonFormatter(logging.Formatter):
+    """Writes a line of the log as a JSON object."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {"time": self.formatTime(record), "level": record.levelname, "message": record.getMessage()}
+        return json.dumps(fields)
+
+
+def begin_log(*, as_json: bool) -> None:
+    """Have the log written to stderr."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(
+        JsonFormatter() if as_json else logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    )
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def read_config(
