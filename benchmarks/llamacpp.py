@@ -34,6 +34,7 @@ class Server:
             time.sleep(0.05)
 
     def call(self, path: str, body: object = None) -> Any:  # noqa: ANN401 - JSON
+        """Return the answer to a request."""
         with closing(HTTPConnection("127.0.0.1", self.port, timeout=3600)) as connection:
             connection.request(
                 "GET" if body is None else "POST", path, None if body is None else json.dumps(body)
@@ -94,6 +95,7 @@ def measure(server: Sequence[str], model: str, num_tokens: int, folder: Path) ->
     front.first_token_s(prompt)
     front.end()
     front = Server(command, front_port)
+    front.first_token_s(turn[-3:])  # the self-test has ended
     front_s, reused = front.first_token_s(turn)
     front.end()
     return [

@@ -83,6 +83,7 @@ class JsonFormatter(logging.Formatter):
     """Writes a line of the log as a JSON object."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
         fields = {"time": self.formatTime(record), "level": record.levelname, "message": record.getMessage()}
         return json.dumps(fields)
 

@@ -1,6 +1,5 @@
 """What is llama.cpp's own, as docs/guide/llamacpp.md lists it: a test that fails says that a row there is gone."""
 
-import contextlib
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,14 +58,14 @@ def test_a_save_writes_the_whole_slot_each_time(server: Server) -> None:
     assert sizes[1] > 1.8 * sizes[0]
 
 
-def test_a_file_that_is_cut_ends_the_server(server: Server) -> None:
+def test_a_file_that_is_cut_is_refused_and_the_server_lives(server: Server) -> None:
+    """Builds before 11549 end here, so the front never asks for a file that is not whole."""
     server.complete(PROMPT, id_slot=0)
     server.call("/slots/0?action=save", {"filename": "a.slot"})
     path = server.slots / "a.slot"
     path.write_bytes(path.read_bytes()[:-1000])
-    with contextlib.suppress(OSError):
-        server.raw("/slots/1?action=restore", {"filename": "a.slot"})
-    assert server.process.wait(60) != 0
+    assert server.raw("/slots/1?action=restore", {"filename": "a.slot"})[1] == 400
+    assert server.is_up()
 
 
 def test_props_hide_what_the_cache_is(server: Server) -> None:

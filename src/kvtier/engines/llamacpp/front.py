@@ -101,8 +101,6 @@ class Front:
         self._table = SlotTable(())
         self._saves_each = settings.saves_each
         self._has_other_adapters = False
-        self._started = asyncio.Event()
-        self._started.set()
         self._should_retry = False
         self._starting: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvtier-llama-store")
@@ -157,8 +155,6 @@ class Front:
         while not await self._server.is_ready():
             await asyncio.sleep(PROBE_S)
         self.was_ready = True
-        # Only now: while a model is loading, the server's own answers say so.
-        self._started.clear()
         try:
             if self._refusals:
                 raise LlamaServerError("; ".join(self._refusals))
@@ -167,8 +163,12 @@ class Front:
         except (KVTierError, OSError) as error:
             logger.warning("kvtier keeps nothing and passes every request on: %s", error)
             self._should_retry = not await self._server.is_ready()
-        finally:
-            self._started.set()
+
+    async def _wait_settled(self) -> None:
+        """Wait until it is known whether a server that is ready can be kept; one that is not answers for itself."""
+        starting = self._starting
+        if starting is not None and not starting.done() and await self._server.is_ready():
+            await asyncio.wait({starting})
 
     def _lock_folder(self) -> None:
         """Refuse a second front of one server: each would take the other's slots.
@@ -313,7 +313,7 @@ class Front:
             return await self._forward(request, body)
         path = request.path
         if path in CHAT_PATHS or path in COMPLETION_PATHS:
-            await self._started.wait()
+            await self._wait_settled()
             fields = read_fields(body) if self._is_keeping else None
             if fields is not None and is_single(fields):
                 return await self._complete(request, body, fields)
