@@ -122,6 +122,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
     "xxhash": ("tiering.kit.envelope",),
     "cryptography": ("tiering.kit.encryption", "tiering.kit.keyed_names"),
     "blake3": ("engines.checkpoint",),
+    "aiohttp": ("engines.llamacpp",),
     "obstore": ("tiering.obj", "cli.demo.storage"),
     "redis": ("tiering.valkey",),
     "mooncake": ("tiering.mooncake", "cli.demo.storage"),

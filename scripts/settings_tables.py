@@ -1,4 +1,4 @@
-"""Write the tables of settings.md about tiers, and that of sglang.md, from the dataclasses that declare the settings.
+"""Write the tables of settings.md about tiers, and those of engines, from the dataclasses that declare the settings.
 
     python -m scripts.settings_tables           exit status 1 when a table was not as it should be; it is then rewritten
 
@@ -15,6 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from kvtier.engines.llamacpp.settings import LlamaSettings
 from kvtier.engines.sglang.settings import SGLangSettings
 from kvtier.errors import MissingExtraError
 from kvtier.settings import settings_of
@@ -23,7 +24,8 @@ from kvtier.tiering.factory import TIERS
 
 PAGE = Path("docs/guide/settings.md")
 SGLANG_PAGE = Path("docs/guide/sglang.md")
-SGLANG_HEADING = "Settings"
+LLAMA_PAGE = Path("docs/guide/llamacpp.md")
+ENGINE_HEADING = "Settings"
 EVERY_TIER_HEADING = "Every secondary tier"
 HEAD = ("| setting | default | reason of the default |", "|---|---|---|")
 
@@ -34,7 +36,8 @@ def main() -> int:
     """Rewrite the pages; return 1 when that changed one."""
     pages: dict[Path, dict[str, type[Any]]] = {  # Any: dataclasses
         PAGE: settings_classes(),
-        SGLANG_PAGE: {SGLANG_HEADING: SGLangSettings},
+        SGLANG_PAGE: {ENGINE_HEADING: SGLangSettings},
+        LLAMA_PAGE: {ENGINE_HEADING: LlamaSettings},
     }
     has_changed = False
     for page, kinds in pages.items():

@@ -337,6 +337,14 @@ class FingerprintError(KVTierError, OSError):
         super().__init__(f"{self.path}: {reason}: {remedy}")
 
 
+class SlotFormatError(KVTierError, ValueError):
+    """A slot file of llama.cpp's is damaged, or has a layout that kvtier does not know."""
+
+
+class LlamaServerError(KVTierError, RuntimeError):
+    """llama-server refused a call, cannot be reached, or cannot be served; the message has the reason."""
+
+
 class DevicePoolError(KVTierError, MemoryError):
     """A request needs more device blocks than the engine's pool can give.
 

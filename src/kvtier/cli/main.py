@@ -38,6 +38,8 @@ EXTRA_OF_MODULE = {
     "zmq": "record",
     "prometheus_client": "observe",
     "cryptography": "encryption",
+    "aiohttp": "llama",
+    "blake3": "llama",
 }
 """Optional module -> the extra of the package that installs it."""
 
@@ -76,6 +78,9 @@ COMMANDS = (
     Command("drain", "kvtier.cli.live.steer", "Wait until a running engine's tiers have what is pending."),
     Command("inspect", "kvtier.cli.place.inspect", "Show what a tier has stored: whose, how much, how old."),
     Command("keys", "kvtier.cli.keys", "Manage the keys of encrypted tiers; drop a tenant's."),
+    Command(
+        "llama", "kvtier.cli.llama", "Keep the conversations of a llama-server, over restarts and swaps."
+    ),
     Command("pin", "kvtier.cli.live.steer", "Keep a prefix in a running engine's host memory for a time."),
     Command("prefetch", "kvtier.cli.live.steer", "Bring a prefix from the tiers into host memory."),
     Command("ps", "kvtier.cli.live.overview", "List the engines that run, and how full their tiers are."),
