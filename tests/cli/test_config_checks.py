@@ -50,7 +50,7 @@ def test_vllms_own_connector_with_a_tier_of_kvtier_is_checked_too(tmp_path: Path
         "model_identity": "main",
     }
     for one in (tier, by_class):
-        found = check(stock(one, eviction_policy="kvtier-hazard"), tmp_path)
+        found = check(stock(one, eviction_policy="kvtier-hazard"))
         assert {found[subject][0] for subject in ("settings", "cpu_bytes_to_use", "tier 0 (fs)")} == {"ok"}
     assert list(tmp_path.iterdir()) == []
 
@@ -83,9 +83,9 @@ def test_vllms_own_connector_with_a_tier_of_kvtier_is_checked_too(tmp_path: Path
     ],
 )
 def test_what_would_keep_vllms_own_connector_from_kvtiers_tiers_is_said(
-    config: dict[str, object], subject: str, words: str, tmp_path: Path
+    config: dict[str, object], subject: str, words: str
 ) -> None:
-    assert words in check(config, tmp_path)[subject][1]
+    assert words in check(config)[subject][1]
 
 
 @pytest.mark.parametrize(
