@@ -20,7 +20,6 @@ pytestmark = pytest.mark.skipif(
 
 IN_BRIEF = (
     "full attention",
-    "sliding windows",
     "recurrent states",
     "adapters",
     "salts",

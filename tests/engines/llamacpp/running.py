@@ -17,7 +17,10 @@ from tests.servers import start_bound
 
 PROGRAM = str(Path(__file__).parent / "llama_server.py")
 
-MISSING = "xllamacpp is not installed: pip install xllamacpp brings the llama-server of these tests"
+MISSING = (
+    "xllamacpp cannot be imported: pip install xllamacpp brings the llama-server of these tests; "
+    "apt-get install libgomp1"
+)
 
 START_S = 240.0
 """A guard against hangs, for a machine with ten times the load."""
@@ -25,7 +28,7 @@ START_S = 240.0
 
 def require_llama_server() -> None:
     """Skip the module, and say what to install, where there is no llama-server."""
-    pytest.importorskip("xllamacpp", reason=MISSING)
+    pytest.importorskip("xllamacpp", reason=MISSING, exc_type=ImportError)
 
 
 def find_port() -> int:
