@@ -33,7 +33,6 @@ from kvtier.tiering.base import TierSettings
 Plant = Callable[[MakeSite, Path], Site]
 
 NUM_DOCUMENTS = 6
-PACK_SUFFIXES = frozenset({".pack", ".index"})
 TURN_TOKENS = 16
 SYSTEM = list(range(7000, 7032))
 """Eight blocks that all requests may share."""
@@ -155,15 +154,16 @@ def no_files(make_site: MakeSite, folder: Path) -> Site:
     return site
 
 
-def half_deleted(*which: int) -> Plant:
-    """Ask documents; after each round delete files of every other pack: its index (0), its blocks (1) or both."""
+def half_deleted(*suffixes: str) -> Plant:
+    """Ask documents; after each round delete files of every other pack. Who has an index open does not miss it."""
 
     def plant(make_site: MakeSite, folder: Path) -> Site:
         site = documents(make_site(fs(folder), num_blocks=16), num_times=1)
         for _ in range(4):
-            files = sorted(path for path in folder.rglob("*") if path.suffix in PACK_SUFFIXES)
-            for path in (files[at] for first in range(0, len(files), 4) for at in map(first.__add__, which)):
-                path.unlink()
+            indexes = sorted(folder.rglob("*.index"), key=lambda path: path.stat().st_mtime_ns)
+            for index in indexes[::-2]:
+                for suffix in suffixes:
+                    index.with_suffix(suffix).unlink()
             look_around(site)
             documents(site, num_times=1)
         return site
@@ -408,9 +408,8 @@ CASES = [
     Planted("writes that fail", failing_writes, "not_stored:job_failed"),
     Planted("a tier that is too slow", slow_tier, "not_stored:declined"),
     Planted("no files", no_files, "purged:removed by another program"),
-    Planted("half of the packs", half_deleted(0, 1), "purged:removed by another program"),
-    Planted("half of the index files", half_deleted(0), "purged:removed by another program"),
-    Planted("half of the pack files", half_deleted(1), "purged:removed by another program"),
+    Planted("half of the packs", half_deleted(".index", ".pack"), "purged:removed by another program"),
+    Planted("half of the pack files", half_deleted(".pack"), "purged:removed by another program"),
     Planted("damaged files", damaged, "damaged"),
     Planted("a reset", reset, "purged:reset"),
     Planted("all from the device", all_from_device, "all_from_device"),

@@ -28,7 +28,22 @@ START_S = 240.0
 
 def require_llama_server() -> None:
     """Skip the module, and say what to install, where there is no llama-server."""
-    pytest.importorskip("xllamacpp", reason=MISSING, exc_type=ImportError)
+    # In a process of its own, as the server is: here torch may have loaded a library that it lacks there.
+    if subprocess.run(
+        [sys.executable, "-c", "import xllamacpp"], capture_output=True, check=False
+    ).returncode:
+        pytest.skip(MISSING, allow_module_level=True)
+
+
+def start_server(folder: Path, arguments: Sequence[str]) -> "subprocess.Popen[bytes]":
+    """Start a llama-server, whose output goes into a file."""
+    log = (folder / "server.log").open("ab")
+
+    def open_server(command: object) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(command, stdout=log, stderr=log)  # type: ignore[call-overload,no-any-return]
+
+    with log:
+        return start_bound([sys.executable, PROGRAM, *arguments], open_server)
 
 
 def find_port() -> int:

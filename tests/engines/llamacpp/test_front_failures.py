@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.client import HTTPConnection
@@ -12,14 +10,13 @@ from pathlib import Path
 import pytest
 from tests.engines.llamacpp import tiny_models
 from tests.engines.llamacpp.running import (
-    PROGRAM,
     Client,
     RunningFront,
     find_port,
     require_llama_server,
+    start_server,
 )
 from tests.engines.llamacpp.slots import make_tokens
-from tests.servers import start_bound
 
 require_llama_server()
 
@@ -46,16 +43,6 @@ def attached(tmp_path: Path, llama: Path) -> Iterator[tuple[RunningFront, Client
     front.close()
     server.kill()
     server.wait()
-
-
-def start_server(folder: Path, arguments: list[str]) -> "subprocess.Popen[bytes]":
-    log = (folder / "server.log").open("ab")
-
-    def open_server(command: object) -> "subprocess.Popen[bytes]":
-        return subprocess.Popen(command, stdout=log, stderr=log)  # type: ignore[call-overload,no-any-return]
-
-    with log:
-        return start_bound([sys.executable, PROGRAM, *arguments], open_server)
 
 
 def test_a_server_that_is_killed_comes_back_with_its_conversations(tmp_path: Path, llama: Path) -> None:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 from tests.engines.llamacpp import tiny_models
-from tests.engines.llamacpp.running import Client, find_port, require_llama_server
+from tests.engines.llamacpp.running import Client, find_port, require_llama_server, start_server
 from tests.engines.llamacpp.slots import make_tokens
-from tests.engines.llamacpp.test_front_failures import start_server
 
 require_llama_server()
 
