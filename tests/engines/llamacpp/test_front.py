@@ -44,13 +44,15 @@ def check_restart(folder: Path, model: Path, *arguments: str) -> None:
     first = front.complete(PROMPT)
     turn = [*PROMPT, *first.tokens, *make_tokens(20, seed=3)]
     own = front.complete(turn)
+    # It is idle, and stored. What is stored at an end that follows at once is another question.
+    front.wait_for(lambda: any(path.stat().st_size for path in folder.rglob("store/*/*.index")))
     log = front.close()
     assert "Traceback" not in log
     again = RunningFront(folder, ["-m", str(model), *arguments])
     found = again.complete(turn)
     log = again.close()
     assert "Traceback" not in log
-    assert found.num_reused >= own.num_reused - 1
+    assert found.num_reused >= own.num_reused - 1, log
     assert found.tokens == own.tokens
     assert found.difference(own) < 0.01
 

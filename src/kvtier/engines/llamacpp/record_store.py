@@ -44,6 +44,10 @@ SHARES = 8
 DEADLINE_SLACK_S = 1.0
 """Seconds after the deadline within which the manager's own answer comes."""
 
+INDEX_WAIT_S = 10.0
+"""Seconds that a start waits until its tiers know what they hold: a million blocks take about one. Less computes the
+first prompts after a start again; more delays a start whose disk hangs."""
+
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.0005, 0.01
 """Pauses between two steps of a wait, doubled from the first to the last: a disk answers in a millisecond, a server in
 ten."""
@@ -145,6 +149,8 @@ class RecordStore:
                 if entry.get("required"):
                     raise
                 logger.warning("kvtier: a secondary tier is left out: %s", error)
+        for tier in tiers:
+            tier.wait_indexed(INDEX_WAIT_S)
         self.manager = TieringOffloadingManager(primary, tiers, lookup_deadline_s=settings.lookup_deadline_s)
 
     def count_held(self, names: TokenNames, records: Sequence[Record]) -> int:
